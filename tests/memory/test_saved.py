@@ -26,7 +26,7 @@ from trailmark import files
 from trailmark.files import NoSpaceError
 from trailmark.memory import hashes, manifest, saved
 from trailmark.memory.saved import MANIFEST, Saved, load, next_chunk_file, save
-from trailmark.memory.tiers.base import TIERS, make_store
+from trailmark.memory.tiers.base import TIERS, tier_named
 from trailmark.memory.tiers.disk import DiskStore
 from trailmark.memory.tiers.records import ChunkStore, RecordLayout
 from trailmark.memory.verification import verify
@@ -61,7 +61,7 @@ def state(seed: int = 0) -> dict[str, Tensor]:
 
 
 def filled(tier: str, new: Tensor, path: Path | None = None) -> ChunkStore:
-    store = make_store(tier, RecordLayout(SHAPE, torch.float32, "cpu"), path=path)
+    store = tier_named(tier).made(RecordLayout(SHAPE, torch.float32, "cpu"), path=path)
     store.write(0, new)
     return store
 

@@ -423,7 +423,7 @@ def test_what_is_no_number_without_a_label_is_no_loss_and_no_token_counts_as_one
 
 def test_shift_labels() -> None:
     assert shift_labels(torch.tensor([[1, 2, 3]])).tolist() == [[2, 3, -100]]
-    assert shift_labels(torch.tensor([[1]]), fill=0).tolist() == [[0]]
+    assert shift_labels(torch.tensor([[1]])).tolist() == [[-100]]
 
 
 # --- saving and loading ----------------------------------------------------------------------------------

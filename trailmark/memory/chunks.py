@@ -18,7 +18,7 @@ from trailmark.memory.fetching import Located, fetch_each, fetch_once
 from trailmark.memory.saved import next_chunk_file
 from trailmark.memory.search import ExactSearch
 from trailmark.memory.tables import Booleans, Integers, Landmarks, Tables, as_read, as_stored
-from trailmark.memory.tiers.base import make_store, tier_named
+from trailmark.memory.tiers.base import tier_named
 from trailmark.memory.tiers.disk import expect_there
 from trailmark.memory.tiers.recent import RecentRecords
 from trailmark.memory.tiers.records import ChunkStore, RecordLayout
@@ -253,7 +253,7 @@ class ChunkMemory:
         if self.own_store is not None:
             return self.own_store(layout)
         path = None if self.folder is None else next_chunk_file(self.folder)
-        return make_store(self.tier, layout, self.capacity * self.planes, path)
+        return tier_named(self.tier).made(layout, self.capacity * self.planes, path)
 
     def _use(self, store: ChunkStore) -> None:
         self.store = store
@@ -461,12 +461,12 @@ class ChunkMemory:
 
     def starts(self, row: int, chunks: Integers) -> Integers:
         """[n] the number of the first position of chunks [n] of a row, which count."""
-        base, found = self._num_base, np.zeros_like(chunks)
-        own = chunks >= base
-        if own.any():
-            found[own] = self._tables.starts[row, chunks[own] - base - self._tables.first]
-        if self.base is not None and not own.all():
-            found[~own] = self.base[0].starts(0, chunks[~own])
+        return self._starts_at(np.full_like(chunks, row), chunks)
+
+    def _starts_at(self, rows: Integers, chunks: Integers) -> Integers:
+        found = np.zeros_like(chunks)
+        for memory, here, at in self._homes(rows, chunks):
+            found[here] = memory._tables.starts[at]
         return found
 
     def last_starts(self, size: MemorySize, count: int) -> tuple[Integers, Integers]:
@@ -477,18 +477,9 @@ class ChunkMemory:
         assert self.max_chunks is None
         n = min(count, int(size.chunks.max(initial=0)))
         last = size.chunks[:, None] - n + np.arange(n)  # [B, n] their numbers
-        starts, base = np.full(last.shape, -1), self._num_base
-        own = last >= base
-        if own.any():
-            row, at = np.nonzero(own)
-            starts[row, at] = self._tables.starts[row, last[row, at] - base - self._tables.first]
-        if self.base is not None:
-            below = MemorySize(np.array([base]), 0)
-            first = int(last[last >= 0].min(initial=base))
-            if first < base:
-                known = self.base[0].last_starts(below, base - first)[0][0]
-                row, at = np.nonzero((last >= 0) & ~own)
-                starts[row, at] = known[last[row, at] - first]
+        starts = np.full(last.shape, -1)
+        row, at = np.nonzero(last >= 0)
+        starts[row, at] = self._starts_at(row, last[row, at])
         return starts, np.maximum(size.chunks - n, 0)
 
     # --- saving --------------------------------------------------------------------------------------------
@@ -532,7 +523,6 @@ class ChunkMemory:
         other.encoder = self.encoder
         other._gone = first = self.first_chunk(size)  # [B]
         empty, B = MemorySize(first, 0), len(first)
-        starts = self._all_starts(size)
         begin, step = int(first.min()), max(1, 256 // self.planes)
         for block in self.blocks(int(size.chunks.max()), B, begin):
             for at in range(0, block.shape[1], step):
@@ -545,21 +535,12 @@ class ChunkMemory:
                 if skipped.any():
                     part = part[torch.arange(B)[:, None], torch.from_numpy(columns)]
                 there = np.where(np.arange(n) < counts[:, None], here[columns], -1)
-                begins = np.take_along_axis(starts[:, here], columns, axis=1)
+                begins = np.zeros_like(there)
+                row, column = np.nonzero(there >= 0)
+                begins[row, column] = self._starts_at(row, there[row, column])
                 empty = other.write(empty, self._entries(there, part), begins, counts)
             begin += block.shape[1]
         return other, empty
-
-    def _all_starts(self, size: MemorySize) -> Integers:
-        B, total = len(size.chunks), int(size.chunks.max())
-        starts = np.zeros((B, total), np.int64)
-        own = self._num_base
-        if self.base is not None:
-            starts[:, :own] = self.base[0]._all_starts(MemorySize(np.array([own]), 0))
-        first = own + self._tables.first
-        if total > first:
-            starts[:, first:] = self._tables.starts[:, : total - first]
-        return starts
 
     # --- whole rows ----------------------------------------------------------------------------------------
 

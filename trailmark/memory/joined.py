@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -282,10 +283,7 @@ def _padded(maxima: Tensor, behind: int) -> Tensor:
 
 
 def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
-    dtype = tensors[0].dtype
-    for x in tensors[1:]:
-        dtype = torch.promote_types(dtype, x.dtype)
-    return dtype
+    return reduce(torch.promote_types, [x.dtype for x in tensors])
 
 
 def _joined(parts: Sequence[Tensor | None], rows: list[int], nothing: float = 0) -> Tensor | None:

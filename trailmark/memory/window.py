@@ -46,9 +46,9 @@ class Window(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Take in keys and values [B, J, T, D] of one call: what its positions attend to, [B, J, P, D].
 
-        ``call`` (:class:`WindowCall`) says where the new positions stand; its ``commit`` makes them stay.
+        The argument after them, a :class:`WindowCall`, says where the new positions stand.
         """
-        call: WindowCall = kwargs["call"] if "call" in kwargs else args[0]
+        call: WindowCall = args[0]
         return call.join(self, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -61,10 +61,6 @@ class Window(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.window or -1
-
-    def reset(self) -> None:
-        self.keys, self.values = None, None  # type: ignore[assignment]
-        self.is_initialized = False
 
     def take_rows(self, rows: Tensor) -> Window:
         """A layer whose row b is a copy of this one's row ``rows[b]``."""

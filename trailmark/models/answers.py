@@ -84,11 +84,17 @@ class ConfigAnswers:
         Raises:
             ValueError: retrieval is off, or its scores would get no gradient.
         """
+        least, retrieved = self.least_retrieved_in_training, getattr(self, "num_retrieved_chunks", 0)
         if self.keeps_chunks and not self.retrieves:
             raise ValueError(
-                f"num_retrieved_chunks: expected at least {self.least_retrieved_in_training} in training, got 0: with "
+                f"num_retrieved_chunks: expected at least {least} in training, got 0: with "
                 "retrieval off, what encodes, finds and reads chunks would get no gradient. Train with chunks, or "
                 "choose a model with a window alone; to read with retrieval off, call eval()."
+            )
+        if 0 < retrieved < least:
+            raise ValueError(
+                f"num_retrieved_chunks: expected at least {least} in training, got {retrieved}: the weight of a single "
+                "chunk is always 1, so its score gets no gradient and the retriever learns nothing."
             )
 
     @property

@@ -194,9 +194,7 @@ def select_in_each(
 
     if (chosen := in_all_rows(memory.parts(asking), found, len(x), NOTHING)) is not None:
         return ChunkSelection(*chosen)
-    none = torch.full((len(x), *shape), -1, device=x.device)
-    weights = x.new_zeros(none.shape, dtype=torch.promote_types(x.dtype, torch.float32))
-    return ChunkSelection(none, weights, torch.full_like(weights, -math.inf))
+    return no_selection(x, *shape)
 
 
 def _limits_in_memory(step: Step, grid: Grid, asking: Integers, visible: int | None) -> Integers:
@@ -232,11 +230,11 @@ def expect_selectable(given: Given, grid: Grid, visible: int | None) -> None:
 NOTHING = (-1, 0.0, -math.inf)  # index, weight and score where nothing was selected
 
 
-def no_selection(x: Tensor, num_closed: int, num_retrieved: int) -> ChunkSelection:
-    """Nothing for each of the chunks that close, [B, C, K], where C or K is 0; x [B, ...] is any tensor of the call."""
-    shape = x.shape[0], num_closed, num_retrieved
-    weights = x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
-    return ChunkSelection(torch.zeros(shape, dtype=torch.int64, device=x.device), weights, weights)
+def no_selection(x: Tensor, *shape: int) -> ChunkSelection:
+    """Nothing for each that selects, [B, *shape]; x [B, ...] is any tensor of the call."""
+    indices = torch.full((len(x), *shape), -1, device=x.device)
+    weights = x.new_zeros(indices.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    return ChunkSelection(indices, weights, torch.full_like(weights, -math.inf))
 
 
 def last_chunks(chosen: ChunkSelection, had: Integers, own: Integers) -> ChunkSelection:

@@ -26,7 +26,6 @@ from transformers import initialization as init
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory, saved
 from trailmark.memory.schema import Expected
 from trailmark.memory.tiers.base import tier_named
-from trailmark.memory.tiers.records import RecordLayout
 from trailmark.models.answers import ModelAnswers
 from trailmark.models.arguments import (
     CacheKey,
@@ -49,7 +48,7 @@ from trailmark.models.embedding import ChunkEmbedder, Given, expect_embedder
 from trailmark.models.encoding import EncodingMixin, TokenEncoder
 from trailmark.models.folders import FolderMixin
 from trailmark.models.generation import ChunkGenerationMixin
-from trailmark.models.grid import Grid, Integers, Layouts, lay_out
+from trailmark.models.grid import Grid, Integers, Layouts
 from trailmark.models.layers import LayerNorm, RMSNorm
 from trailmark.models.loss import BearingTokens, shift_labels, text_loss
 from trailmark.models.outputs import CausalLMOutput, Hidden
@@ -170,13 +169,6 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         self, tier: str, capacity: int, folder: Path | None, dtype: torch.dtype | None, search: Any
     ) -> ChunkMemory:
         return ChunkMemory(tier, capacity, folder, dtype, search)
-
-    @property
-    def record_layout(self) -> RecordLayout:
-        """What a chunk's keys and values are in memory, where they are encoded: (2, J, S, D), type and device."""
-        assert self._record_shape is not None
-        weight = self.lm_head.weight
-        return RecordLayout(self._record_shape, weight.dtype, weight.device)
 
     def load_cache(self, folder: str | Path, memory_tier: str = "disk", search: Any = None) -> ChunkCache:
         """The cache that ``cache.save(folder)`` left there, to ask or to read on with.
@@ -625,13 +617,7 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
 
     def _lay_out(self, text: Text, cache: ChunkCache | None, noise_seed: Tensor | None = None) -> Grid:
         phases = None if cache is None else cache.begun(len(text.ids)).phases
-        S, landmarks, counts = self.layouts.chunk_size, self.layouts.landmarks, self.layouts.counts_landmarks
-        close = text.close_chunk
-        if phases is None and text.counts is None and text.documents is None and isinstance(close, bool):
-            return self.layouts.of(text.ids.shape[1], close)
-        return lay_out(
-            text.ids.shape[1], S, phases, text.counts, text.close_chunk, text.documents, landmarks, counts
-        )
+        return self.layouts.lay_out(text.ids.shape[1], phases, text.counts, text.close_chunk, text.documents)
 
     # --- inside -----------------------------------------------------------------------------------------------
 

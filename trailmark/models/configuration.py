@@ -7,7 +7,7 @@ import inspect
 import math
 from functools import wraps
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -386,43 +386,70 @@ class TrailmarkConfig(ConfigAnswers, PreTrainedConfig):
         )
 
 
+@checked
+class LayeredConfig(TrailmarkConfig):
+    """Of a model whose lower layers make a memory of chunks, which groups of upper layers read.
+
+    Args:
+        num_lower_layers: layers before what makes the memory; None is half.
+    """
+
+    num_lower_layers: Filled = None  # type: ignore[assignment]
+
+    why_some_are_upper: ClassVar[str] = "one upper layer must read"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_lower_layers is None:
+            self.num_lower_layers = self.num_hidden_layers // 2
+        super().__post_init__(**kwargs)
+
+    @property
+    def num_upper_layers(self) -> int:
+        return self.num_hidden_layers - self.num_lower_layers
+
+    @property
+    def layers_per_group(self) -> int:
+        own: Any = self
+        return self.num_upper_layers // int(own.num_retrieval_groups)
+
+    def with_fewer_layers(self, count: int) -> Self:
+        """Two groups stay."""
+        own: Any = self
+        groups, lower = min(own.num_retrieval_groups, 2), min(self.num_lower_layers, count)
+        return with_fields(
+            self,
+            num_hidden_layers=lower + groups * min(self.layers_per_group, count),
+            num_lower_layers=lower,
+            num_retrieval_groups=groups,
+            num_encoder_layers=min(own.num_encoder_layers, count),
+        )
+
+    def validate_architecture(self) -> None:
+        super().validate_architecture()
+        own: Any = self
+        for name in ("chunk_size", "num_retrieval_groups"):
+            expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        expect_count(own.num_retrieved_chunks)
+        lower, layers, groups = self.num_lower_layers, self.num_hidden_layers, own.num_retrieval_groups
+        expect(
+            lower is None or 0 <= lower < layers,
+            "num_lower_layers",
+            lower,
+            f"0 to {layers - 1} (num_hidden_layers - 1: {self.why_some_are_upper})",
+        )
+        if lower is not None:
+            divides = (layers - lower) % groups == 0
+            expect(divides, "num_retrieval_groups", groups, f"a divisor of the {layers - lower} upper layers")
+        expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
+        self.expect_rotary_heads()
+
+
 def with_fields(config: Config, **fields: Any) -> Config:
     """The same configuration with other values of some fields."""
     kind: Any = type(config)
     given: Any = config
     made: Config = kind.from_dict(given.to_dict() | fields)
     return made
-
-
-def with_fewer_in_groups(config: Config, count: int) -> Config:
-    """``with_fewer_layers`` of lower layers, an encoder and groups of upper layers, of which two stay."""
-    given: Any = config
-    groups, lower = min(given.num_retrieval_groups, 2), min(given.num_lower_layers, count)
-    return with_fields(
-        config,
-        num_hidden_layers=lower + groups * min(given.layers_per_group, count),
-        num_lower_layers=lower,
-        num_retrieval_groups=groups,
-        num_encoder_layers=min(given.num_encoder_layers, count),
-    )
-
-
-def expect_groups(config: Any, why: str) -> None:
-    """Raise a ValueError unless some layers are upper ones, which divide by their groups; ``why`` some must be."""
-    lower, layers = config.num_lower_layers, config.num_hidden_layers
-    expect(
-        lower is None or 0 <= lower < layers,
-        "num_lower_layers",
-        lower,
-        f"0 to {layers - 1} (num_hidden_layers - 1: {why})",
-    )
-    if lower is not None:
-        expect(
-            (layers - lower) % config.num_retrieval_groups == 0,
-            "num_retrieval_groups",
-            config.num_retrieval_groups,
-            f"a divisor of the {layers - lower} upper layers",
-        )
 
 
 def expect_count(num_retrieved: int) -> None:

@@ -123,7 +123,7 @@ class _Halo(Window):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        call: WindowCall = kwargs["call"] if "call" in kwargs else args[0]
+        call: WindowCall = args[0]
         assert self.window is not None
         kv = torch.cat([key_states, value_states], dim=1)  # [B, 2 J, P, D]
         halo = self.window - 1
@@ -197,8 +197,9 @@ def share_texts(model: TrailmarkForCausalLM, group: dist.ProcessGroup) -> None:
 
     Each passes its own stretch, [B, T / size] tokens in the order of ranks, and gets its logits; all pass as many, of
     as many texts. A loss is then a sum over processes, and so are the gradients of weights. Chunks that were selected
-    are counted through the whole text. The texts are whole: no cache, padding, documents or early landmarks; in
-    training ``noise_seed`` is that of the texts, the same in all. ``model.context_parallel = None`` ends it.
+    are counted through the whole text, and of retrieval scores each process gets the rows of its own chunks. The texts
+    are whole: no cache, padding, documents or early landmarks; in training ``noise_seed`` is that of the texts, the
+    same in all. ``model.context_parallel = None`` ends it.
 
     Raises:
         ValueError: an architecture or a configuration whose texts cannot be shared.

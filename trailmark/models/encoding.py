@@ -12,9 +12,8 @@ from trailmark.memory import ChunkCache, MemoryEntries
 from trailmark.memory.encoding import Chunks, smallest_dtype
 from trailmark.memory.tiers.records import RecordLayout
 from trailmark.models.arguments import check_tokens
-from trailmark.models.grid import Grid, Layouts, lay_out
+from trailmark.models.grid import Grid, Layouts
 from trailmark.models.step import Step
-from trailmark.models.text import whole_chunks
 
 _BEGINNINGS = 64  # texts whose sinks are kept
 
@@ -50,10 +49,15 @@ class EncodingMixin:
         """
         check_tokens(input_ids, self.config.vocab_size)
         size = getattr(self.config, "chunk_size", 1)
-        ids, skip = whole_chunks(input_ids, before, size)
+        ids = input_ids if before is None else torch.cat([before, input_ids], dim=1)
+        skipped = ids.shape[1] - input_ids.shape[1]
+        if ids.shape[1] % size or skipped % size:
+            raise ValueError(
+                f"input_ids: expected whole chunks of {size} tokens, got {input_ids.shape[1]} after {skipped}."
+            )
         start = first_chunk * (size + self.config.counts_landmarks)
         grid = self.layouts.of(ids.shape[1], False)
-        entries = self.encode_chunks(ids, grid, cache, start).each(lambda part: part[:, skip:])
+        entries = self.encode_chunks(ids, grid, cache, start).each(lambda part: part[:, skipped // size :])
         return entries._replace(tokens=input_ids.unflatten(1, (-1, size)))
 
     def encode_chunks(
@@ -113,8 +117,8 @@ class TokenEncoder:
     @property
     def layout(self) -> RecordLayout:
         """Of a record of keys and values, as the model's weights are now."""
-        layout: RecordLayout = self._model.record_layout
-        return layout
+        weight = self._model.lm_head.weight
+        return RecordLayout(self._model._record_shape, weight.dtype, weight.device)
 
     def __call__(self, chunks: Chunks, beginning: Chunks | None) -> Tensor:
         """The record [2, J, S, D] of the last of ``chunks``.
@@ -141,14 +145,7 @@ class TokenEncoder:
             return ids, model.layouts.of(ids.shape[1], False)
         closes = np.zeros((1, ids.shape[1]), bool)
         closes[0, np.cumsum(chunks.lengths) - 1] = True
-        layouts = model.layouts
-        return ids, lay_out(
-            ids.shape[1],
-            S,
-            close_chunk=closes,
-            landmarks=layouts.landmarks,
-            counts_landmarks=layouts.counts_landmarks,
-        )
+        return ids, model.layouts.lay_out(ids.shape[1], close_chunk=closes)
 
     def _read(self, beginning: Chunks) -> ChunkCache:
         key = tuple(beginning.tokens.tolist()), tuple(beginning.lengths)

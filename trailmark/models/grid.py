@@ -75,31 +75,38 @@ _SMALL = 64
 _small, _large = lru_cache(maxsize=512)(_uniform), lru_cache(maxsize=16)(_uniform)
 
 
-def _laid_out_alike(
-    tokens: int,
-    chunk_size: int | None,
-    phase: int,
-    close_chunk: bool,
-    landmarks: bool,
-    counts_landmarks: bool,
-) -> Grid:
-    """The grid of a call whose rows are all laid out alike."""
-    known = _small if tokens <= _SMALL else _large
-    return known(tokens, chunk_size, phase, close_chunk, landmarks, counts_landmarks)
+def _laid_out_alike(tokens: int, *how: Any) -> Grid:
+    """The grid of a call whose rows are all laid out alike; ``how``: the other arguments of :func:`_uniform`."""
+    return (_small if tokens <= _SMALL else _large)(tokens, *how)
 
 
 class Layouts:
-    """The layouts of a model's plain calls: whole texts of one length, where nothing is open before them.
+    """The layouts of a model's calls.
 
-    A model has its own, where ``torch.compile`` finds them: they are made before its graph, and not part of it.
+    Those of plain calls, whole texts of one length, are where ``torch.compile`` finds them: they are made before its
+    graph, and not part of it.
     """
 
     def __init__(self, chunk_size: int | None, landmarks: bool, counts_landmarks: bool = True) -> None:
         self.chunk_size, self.landmarks, self.counts_landmarks = chunk_size, landmarks, counts_landmarks
         self._in_graphs: dict[str, Grid] = {}
 
+    def lay_out(
+        self,
+        tokens: int,
+        phases: Integers | None = None,
+        counts: Integers | None = None,
+        close_chunk: bool | Booleans = False,
+        documents: Integers | None = None,
+    ) -> Grid:
+        """The layout of one call; the arguments are those of :func:`lay_out`."""
+        if phases is None and counts is None and documents is None and isinstance(close_chunk, bool):
+            return self.of(tokens, close_chunk)
+        own = self.landmarks, self.counts_landmarks
+        return lay_out(tokens, self.chunk_size, phases, counts, close_chunk, documents, *own)
+
     def of(self, tokens: int, close_chunk: bool) -> Grid:
-        """The layout of T tokens in each row; ``close_chunk`` as for :func:`lay_out`."""
+        """That of a whole text of T tokens in each row."""
         if torch.compiler.is_compiling():
             length = len(range(tokens))  # a constant of the graph, though another length came before
             return self._in_graphs[self._named(length, close_chunk)]

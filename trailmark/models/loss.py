@@ -78,6 +78,6 @@ class BearingTokens(NamedTuple):
         return torch.stack(losses).sum()
 
 
-def shift_labels(labels: Tensor, fill: int = -100) -> Tensor:
-    """[B, T]: at t the label of t + 1; ``fill`` at the end."""
-    return F.pad(labels[:, 1:], (0, 1), value=fill)
+def shift_labels(labels: Tensor) -> Tensor:
+    """[B, T]: at t the label of t + 1; -100, which bears no loss, at the end."""
+    return F.pad(labels[:, 1:], (0, 1), value=-100)

@@ -10,6 +10,7 @@ import torch
 from trailmark.files import in_units
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.registry import MODELS
+from trailmark.untrusted import first_line
 
 _WAY_OUT = (
     "Choose smaller sizes (model.hidden_size, model.intermediate_size, model.num_hidden_layers, vocab_size)."
@@ -26,9 +27,8 @@ def without_weights(config: TrailmarkConfig) -> Any:
         with torch.device("meta"):
             return MODELS[config.model_type](config)
     except (RuntimeError, OverflowError, MemoryError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"model: expected sizes of which tensors can be made, got others ({reason}). {_WAY_OUT}"
+            f"model: expected sizes of which tensors can be made, got others ({first_line(error)}). {_WAY_OUT}"
         ) from error
 
 

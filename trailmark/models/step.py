@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -56,7 +55,7 @@ class Step:
         self.is_apart = False
         if tokens is not None and config.retrieves and (keeps_ids or cache.memory.keeps_tokens):
             self.ids = grid.insert_landmarks(tokens.long(), None)
-            self.open_ids = self._kept_open(self.before.open_ids, self.ids, self.with_open_ids)
+            self.open_ids = self._kept_open(self.before.open_ids, self.ids)
 
     @classmethod
     def apart(
@@ -122,9 +121,9 @@ class Step:
 
     def keep_open(self, x: Tensor) -> None:
         """Keep of positions x [B, P, E] what belongs to the chunk that stays open."""
-        self.open_states = self._kept_open(self.before.open_states, x, self.with_open)
+        self.open_states = self._kept_open(self.before.open_states, x)
 
-    def _kept_open(self, held: Tensor | None, x: Tensor, with_open: Callable[[Tensor], Tensor]) -> Tensor:
+    def _kept_open(self, held: Tensor | None, x: Tensor) -> Tensor:
         grid = self.grid
         if grid.num_positions == 1 and not grid.num_closed and held is not None and grid.counts.all():
             # its slot is not read before the call is done, so a call that fails has harmed nothing
@@ -136,7 +135,7 @@ class Step:
             return held
         with torch.inference_mode(False):
             fresh = x.new_empty(x.shape[0], grid.open_rows.index.shape[1], *x.shape[2:])
-        fresh.copy_(grid.open_rows(with_open(x.detach())))
+        fresh.copy_(grid.open_rows(self._after_open(held, x.detach())))
         return fresh
 
     def keep_states(self, states: Tensor, kv: Tensor) -> None:

@@ -198,21 +198,6 @@ def present_tokens(mask: Tensor, num_tokens: int, batch_size: int, cache: ChunkC
     return present
 
 
-def whole_chunks(input_ids: Tensor, before: Tensor | None, chunk_size: int) -> tuple[Tensor, int]:
-    """The tokens [B, (m + n) S] of ``before`` [B, m S] and ``input_ids`` [B, n S], and m.
-
-    Raises:
-        ValueError: other than whole chunks.
-    """
-    ids = input_ids if before is None else torch.cat([before, input_ids], dim=1)
-    skipped = ids.shape[1] - input_ids.shape[1]
-    if ids.shape[1] % chunk_size or skipped % chunk_size:
-        raise ValueError(
-            f"input_ids: expected whole chunks of {chunk_size} tokens, got {input_ids.shape[1]} after {skipped}."
-        )
-    return ids, skipped // chunk_size
-
-
 def at_columns(states: Tensor, columns: Tensor) -> Tensor:
     """Of states [B, T, E] those of some columns [B, n] of each row: [B, n, E]."""
     B, T = states.shape[:2]

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 import triton
 import triton.language as tl
 
 # float32 is multiplied as float32: TF32 has 10 bits (guarantee 8)
 PRECISION = tl.constexpr("ieee")
+
+
+def folded_scale(scale: float, dtype: torch.dtype) -> float:
+    """Of scores in base 2, but in float32: see :func:`exp`."""
+    return scale if dtype == torch.float32 else scale * math.log2(math.e)
 
 
 @triton.jit

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.disks import LOCK, held_by_another
+from trailmark.memory import hashes
 from trailmark.memory.tiers import disk, resident
 from trailmark.memory.tiers import records as records_module
-from trailmark.memory.tiers.base import TIERS, make_store, open_store
+from trailmark.memory.tiers.base import TIERS, open_store, tier_named
 from trailmark.memory.tiers.disk import DiskStore
 from trailmark.memory.tiers.files import temporary_folder
 from trailmark.memory.tiers.recent import RecentRecords
@@ -52,7 +53,7 @@ def every(store: ChunkStore) -> Tensor:
 
 
 def filled(tier: str, count: int, dtype: torch.dtype = torch.float32, path: Path | None = None) -> ChunkStore:
-    store = make_store(tier, RecordLayout(SHAPE, dtype, "cpu"), path=path)
+    store = tier_named(tier).made(RecordLayout(SHAPE, dtype, "cpu"), path=path)
     store.write(0, records(count))
     return store
 
@@ -65,7 +66,7 @@ def anonymous_bytes() -> int:
 
 @pytest.fixture(params=TIERS)
 def store(request: pytest.FixtureRequest) -> Iterator[ChunkStore]:
-    made = make_store(request.param, RecordLayout(SHAPE, torch.float32, "cpu"))
+    made = tier_named(request.param).made(RecordLayout(SHAPE, torch.float32, "cpu"))
     yield made
     made.close()
 
@@ -102,7 +103,7 @@ def test_every_tier_holds_the_bits_that_were_written(
     opened, steps = history
     plain = records(opened, dtype=dtype)
     with contextlib.ExitStack() as stack:
-        stores = [make_store(tier, RecordLayout(SHAPE, dtype, "cpu"), capacity) for tier in TIERS]
+        stores = [tier_named(tier).made(RecordLayout(SHAPE, dtype, "cpu"), capacity) for tier in TIERS]
         if opened:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             for tier in TIERS:
@@ -175,20 +176,15 @@ def test_other_tiers_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"memory_tier: expected one of 'device', 'host', 'disk', 'tokens', got 'gpu'"
     ):
-        make_store("gpu", RecordLayout(SHAPE, torch.float32, "cpu"))
+        tier_named("gpu")
     with pytest.raises(ValueError, match="memory_tier: expected one of"):
         open_store("gpu", "chunks.bin", RecordLayout(SHAPE, torch.float32, "cpu"), 3)
-
-
-def test_a_folder_for_a_tier_without_files_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="memory_folder: expected none for memory_tier='host'"):
-        make_store("host", RecordLayout(SHAPE, torch.float32, "cpu"), path=tmp_path / "chunks.bin")
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 3), (1, 2, 3, 5), (2, 0, 3, 5)])
 def test_records_have_keys_and_values(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="record_shape: expected"):
-        make_store("host", RecordLayout(shape, torch.float32, "cpu"))
+        tier_named("host").made(RecordLayout(shape, torch.float32, "cpu"))
 
 
 @pytest.mark.parametrize("numbers", [[3], [-1], [0, 1, -3, 2], [1 << 40]])
@@ -232,7 +228,8 @@ def test_a_log_is_streamed_to_a_file_and_to_other_tiers(
 ) -> None:
     for module in (records_module, resident, disk):
         monkeypatch.setattr(module, "PIECE_BYTES", 1000)  # several pieces, not at the ends of records
-    store, copy = filled(tier, 200), make_store(other, RecordLayout(SHAPE, torch.float32, "cpu"))
+    monkeypatch.setattr(hashes, "_PIECE_BYTES", 1000)
+    store, copy = filled(tier, 200), tier_named(other).made(RecordLayout(SHAPE, torch.float32, "cpu"))
     exact = records(200)[:count]
     assert b"".join(store.pieces(0, count * store.record_bytes)) == exact.numpy().tobytes()
     assert max((len(piece) for piece in store.pieces(0, store.num_bytes())), default=0) <= 1000
@@ -345,7 +342,7 @@ def test_a_file_that_host_memory_cannot_hold_goes_to_disk(tmp_path: Path) -> Non
 @linux
 def test_a_disk_store_keeps_nothing_in_anonymous_memory() -> None:
     shape = (2, 4, 64, 128)  # 128 KiB in bf16
-    store = make_store("disk", RecordLayout(shape, torch.bfloat16, "cpu"))
+    store = tier_named("disk").made(RecordLayout(shape, torch.bfloat16, "cpu"))
     block = torch.randn(64, *shape).bfloat16()
     numbers = torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(0))
     store.write(0, block)
@@ -502,7 +499,7 @@ def test_a_fork_does_not_remove_its_parents_folder(tmp_path: Path) -> None:
 def test_records_reach_the_device_while_it_computes(tier: str, tmp_path: Path) -> None:
     shape = (2, 4, 64, 64)
     exact = torch.randn(500, *shape)
-    store = make_store(tier, RecordLayout(shape, torch.float32, "cuda"), capacity=40)
+    store = tier_named(tier).made(RecordLayout(shape, torch.float32, "cuda"), capacity=40)
     for first in range(0, 500, 50):
         store.write(first, exact[first : first + 50].cuda())
     busy = torch.randn(2000, 2000, device="cuda")

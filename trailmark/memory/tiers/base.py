@@ -31,31 +31,6 @@ for _module in pkgutil.iter_modules(tiers.__path__):  # what other files here re
     importlib.import_module(f"{tiers.__name__}.{_module.name}")
 
 
-def make_store(
-    tier: str, layout: RecordLayout, capacity: int = 0, path: str | Path | None = None
-) -> ChunkStore:
-    """A new, empty store.
-
-    Args:
-        tier: "device", "host", "disk" or another that was registered.
-        capacity: records to make room for at once on device and host; 0: no guess. On the CPU a guess costs
-            no memory before it is used.
-        path: the file of a tier with files; None: one in a temporary folder that goes with the store.
-
-    Raises:
-        ValueError: for another tier, or a ``path`` for a tier without files.
-    """
-    kind = tier_named(tier)
-    require(
-        path is None or kind.needs_folder,
-        "memory_folder",
-        repr(str(path)),
-        f"none for memory_tier={tier!r}",
-        "Only tier 'disk' keeps its chunks in files; the others are saved when they are asked to.",
-    )
-    return kind.made(layout, capacity, path)
-
-
 def open_store(tier: str, path: str | Path, layout: RecordLayout, count: int) -> ChunkStore:
     """A store of any tier that begins with the first ``count`` records of a file.
 

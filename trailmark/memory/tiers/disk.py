@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trailmark.files import NoSpaceError, is_no_space, lock, write_at
+from trailmark.memory.hashes import pieces_of
 from trailmark.memory.tiers.files import (
     Mapped,
     note_overwriting,
@@ -209,14 +210,7 @@ class DiskStore(ChunkStore):
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
         place = self.before * self.record_bytes
-        while start < stop:
-            read = os.pread(self._descriptor(), min(PIECE_BYTES, stop - start), place + start)
-            if not read:
-                raise ValueError(
-                    f"path: expected {stop} bytes in {str(self.path)!r}, got {start}. It was cut off."
-                )
-            yield memoryview(read)
-            start += len(read)
+        return pieces_of(self._descriptor(), self.path)(place + start, place + stop)
 
     def _descriptor(self) -> int:
         file = self._files.writer or self._files.reader

@@ -62,7 +62,13 @@ class ChunkStore(ABC):
 
     @classmethod
     def made(cls, layout: RecordLayout, capacity: int = 0, path: str | Path | None = None) -> ChunkStore:
-        """A new, empty store; see :func:`trailmark.memory.tiers.base.make_store`."""
+        """A new, empty store.
+
+        Args:
+            capacity: records to make room for at once on device and host; 0: no guess. On the CPU a guess costs no
+                memory before it is used.
+            path: the file of a tier with files; None: one in a temporary folder that goes with the store.
+        """
         return cls(*layout)
 
     @classmethod

@@ -74,14 +74,18 @@ def filled(value: float, size: tuple[int, ...], start: str) -> Part:
     return Part((), lambda read: torch.full(size, value), start=start)
 
 
-def drawn(size: tuple[int, int], seed: int, start: str) -> Part:
+def identity(width: int, start: str) -> Part:
+    return Part((), lambda read: torch.eye(width), start=start)
+
+
+def drawn(size: tuple[int, int], seed: int) -> Part:
     """New, a matrix that keeps what it multiplies about as large."""
 
     def make(read: Read) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(size, generator=generator) * size[1] ** -0.5
 
-    return Part((), make, start=start)
+    return Part((), make, start="drawn")
 
 
 def begun(part: Part, start: str) -> Part:

@@ -10,12 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from trailmark.models.conversion import parts as p
 from trailmark.models.conversion.base import ARGUMENT, Base, layer_kinds
-from trailmark.models.conversion.parts import Part, Parts, Read
+from trailmark.models.conversion.parts import Parts
 from trailmark.models.drt.config import DRTConfig
 from trailmark.models.hsa.config import HSAConfig
 
@@ -166,7 +163,7 @@ def _drt_parts(base: Base, config: DRTConfig) -> Parts:
             parts[f"retrievers.{group}.norm.weight"] = p.begun(
                 norm, f"attention_norm of layer {lower}: {alike}"
             )
-            parts[f"retrievers.{group}.q_proj.weight"] = _identity(width, f"the identity: {alike}")
+            parts[f"retrievers.{group}.q_proj.weight"] = p.identity(width, f"the identity: {alike}")
         else:
             parts[f"retrievers.{group}.norm.weight"] = p.filled(1, (width,), f"1: {alike}")
     for number in range(config.num_upper_layers):
@@ -195,13 +192,6 @@ def _encoder_layer(base: Base, config: DRTConfig | HSAConfig, prefix: str) -> Pa
     parts[f"{prefix}.attention.o_proj.weight"] = p.filled(0, (width, inner), nothing)
     parts[f"{prefix}.mlp.down_proj.weight"] = p.filled(0, (width, config.intermediate_size), nothing)
     return parts
-
-
-def _identity(width: int, start: str) -> Part:
-    def make(read: Read) -> Tensor:
-        return torch.eye(width)
-
-    return Part((), make, start=start)
 
 
 # --- Landmark Attention --------------------------------------------------------------------------------------------
@@ -275,7 +265,7 @@ def _hils_parts(base: Base, config: Any) -> Parts:
     rank, width = config.calibration_rank, config.attention_width
     for number in config.retrieving_layers if rank else ():
         prefix = f"layers.{number}.calibration"
-        parts[f"{prefix}.down_proj.weight"] = p.drawn((rank, config.hidden_size), number, "drawn")
+        parts[f"{prefix}.down_proj.weight"] = p.drawn((rank, config.hidden_size), number)
         parts[f"{prefix}.up_proj.weight"] = p.filled(0, (width, rank), "0: chunks are scored by the queries")
         if config.qk_norm is not None:
             norm = parts[f"layers.{number}.attention.q_norm.weight"]
@@ -340,14 +330,14 @@ def _hsa_parts(base: Base, config: HSAConfig) -> Parts:
     square = config.retrieval_size == width
     size = (config.retrieval_size, width)
     parts["encoder.landmark_proj.weight"] = (
-        p.diagonal(norm, f"attention_norm of layer {lower}: {alike}") if square else p.drawn(size, 0, "drawn")
+        p.diagonal(norm, f"attention_norm of layer {lower}: {alike}") if square else p.drawn(size, 0)
     )
     for group in range(config.num_retrieval_groups):
         number = lower + group * config.layers_per_group
         theirs, ours = f"model.layers.{number}", f"readers.{group}"
         parts[f"retrievers.{group}.norm.weight"] = p.begun(norm, f"attention_norm of layer {lower}: {alike}")
         parts[f"retrievers.{group}.q_proj.weight"] = (
-            _identity(width, f"the identity: {alike}") if square else p.drawn(size, 1 + group, "drawn")
+            p.identity(width, f"the identity: {alike}") if square else p.drawn(size, 1 + group)
         )
         if config.recency_decay:
             parts[f"retrievers.{group}.decay"] = p.filled(0, (1,), "0: no chunk is preferred for its age")

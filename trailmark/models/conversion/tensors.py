@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import reduce
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from trailmark import pretrained, untrusted
 from trailmark.files import sync_file
 from trailmark.models.conversion.base import ARGUMENT, Base
-from trailmark.untrusted import brief
+from trailmark.untrusted import brief, first_line
 
 WEIGHTS = "model.safetensors"
 _INDEX = f"{WEIGHTS}.index.json"
@@ -61,7 +62,7 @@ class SafetensorFiles:
                 f"{ARGUMENT}: expected weights in {', '.join(sorted(known))}, {name} has some in "
                 f"{', '.join(sorted(unknown))}: they are quantized. Convert the model that they were made of."
             )
-        self.dtype = _widest([known[kind] for kind in kinds])
+        self.dtype = reduce(torch.promote_types, [known[kind] for kind in kinds] or [torch.bfloat16])
         self._names: dict[str, str] = {}
 
     def read(self, name: str) -> Tensor:
@@ -78,17 +79,9 @@ class SafetensorFiles:
             untrusted.expect_regular(path, ARGUMENT, links=True)
             return safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
-            reason = str(error).strip().splitlines()[0]
             raise ValueError(
-                f"{ARGUMENT}: cannot load {str(path)!r} ({reason}). Save or download the model again."
+                f"{ARGUMENT}: cannot load {str(path)!r} ({first_line(error)}). Save or download the model again."
             ) from error
-
-
-def _widest(dtypes: list[torch.dtype]) -> torch.dtype:
-    found = torch.bfloat16 if not dtypes else dtypes[0]
-    for dtype in dtypes:
-        found = torch.promote_types(found, dtype)
-    return found
 
 
 def _files_of(folder: Path) -> list[Path]:

@@ -2,21 +2,18 @@
 
 # No ``from __future__ import annotations`` here: ``strict`` does not check types that are written as strings.
 
-from typing import Any, Literal, Self
+from typing import Literal
 
 from trailmark.models.configuration import (
-    Filled,
+    LayeredConfig,
     TrailmarkConfig,
     checked,
     expect,
-    expect_count,
-    expect_groups,
-    with_fewer_in_groups,
 )
 
 
 @checked
-class DRTConfig(TrailmarkConfig):
+class DRTConfig(LayeredConfig):
     """Differentiable Retrieval Transformer (arXiv 2410.01651).
 
     Args:
@@ -68,7 +65,6 @@ class DRTConfig(TrailmarkConfig):
         "chunk_summary", "gca_implementation", "landmarks_as_keys", "memory_kv", "retrieval_recency", "virtual_key",
     }  # fmt: skip
 
-    num_lower_layers: Filled = None  # type: ignore[assignment]
     chunk_size: int = 63
     landmarks_as_keys: bool = True
     num_retrieved_chunks: int = 8
@@ -91,11 +87,6 @@ class DRTConfig(TrailmarkConfig):
     embedder: str | None = None
     embedder_fingerprint: str | None = None
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.num_lower_layers is None:
-            self.num_lower_layers = self.num_hidden_layers // 2
-        super().__post_init__(**kwargs)
-
     @property
     def first_visible(self) -> int | None:
         """``visible`` of :mod:`trailmark.models.candidates`: the last row that reads is S + 1 after it, or S tokens."""
@@ -103,14 +94,6 @@ class DRTConfig(TrailmarkConfig):
             return None
         assert self.sliding_window is not None
         return self.chunk_size + self.landmarks_as_keys - (self.sliding_window - 1)
-
-    @property
-    def num_upper_layers(self) -> int:
-        return self.num_hidden_layers - self.num_lower_layers
-
-    @property
-    def layers_per_group(self) -> int:
-        return self.num_upper_layers // self.num_retrieval_groups
 
     @property
     def kv_per_group(self) -> int:
@@ -149,17 +132,6 @@ class DRTConfig(TrailmarkConfig):
     def least_retrieved_in_training(self) -> int:
         return 2 if self.retriever == "causal" else 1
 
-    def expect_trainable(self) -> None:
-        super().expect_trainable()
-        if self.num_retrieved_chunks < self.least_retrieved_in_training:
-            raise ValueError(
-                "num_retrieved_chunks: expected at least 2 in training, got 1: the weight of a single chunk is "
-                "always 1, so its score gets no gradient and the retriever learns nothing."
-            )
-
-    def with_fewer_layers(self, count: int) -> Self:
-        return with_fewer_in_groups(self, count)
-
     def validate_architecture(self) -> None:
         super().validate_architecture()
         if self.retriever != "encoder":
@@ -168,9 +140,7 @@ class DRTConfig(TrailmarkConfig):
             ):  # fmt: skip
                 came = getattr(self, name)
                 expect(came == without, name, came, f"{without!r} with retriever {self.retriever!r}")
-        for name in ("chunk_size", "num_retrieval_groups", "num_encoder_layers"):
-            expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        expect_count(self.num_retrieved_chunks)
+        expect(self.num_encoder_layers >= 1, "num_encoder_layers", self.num_encoder_layers, "at least 1")
         recency = self.retrieval_recency
         expect(recency >= 0, "retrieval_recency", recency, "at least 0")
         expect(
@@ -191,12 +161,9 @@ class DRTConfig(TrailmarkConfig):
             self.window_position,
             "'rope' with virtual_key 'window', or virtual_key 'zero'",
         )
-        expect_groups(self, "one upper layer must read")
-        expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
         expect(
             self.landmarks_as_keys or self.sliding_window != 1,
             "sliding_window",
             self.sliding_window,
             "at least 2 with landmarks_as_keys false: a landmark sees the tokens before it, not itself",
         )
-        self.expect_rotary_heads()

@@ -92,7 +92,7 @@ class HiLSConfig(TrailmarkConfig):
     def windows(self) -> list[int | None]:
         """The most that each layer sees in its window: where chunks are chosen it goes on to a chunk's beginning."""
         chooses = set(self.retrieving_layers) if self.retrieves else ()
-        far, near = self.longest_window, self.sliding_window  # once: transformers looks long for each
+        far, near = self.longest_window, self.sliding_window
         return [far if n in chooses else near for n in range(self.num_hidden_layers)]
 
     @property

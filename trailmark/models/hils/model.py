@@ -22,7 +22,7 @@ from trailmark.models.candidates import selection_of_tokens
 from trailmark.models.causal_lm import TrailmarkForCausalLM, taken_back
 from trailmark.models.costs import CacheBytes, NumberBytes, kv_width, num_closed
 from trailmark.models.embedding import Given
-from trailmark.models.grid import Grid, Integers, Take, lay_out
+from trailmark.models.grid import Grid, Integers, Take
 from trailmark.models.hils.config import HiLSConfig
 from trailmark.models.hils.focus import focus_of
 from trailmark.models.hils.past import MemoryPast, Past, TextPast
@@ -213,7 +213,7 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
             last = min(first + size - (int(phases.max()) if size > S else 0), T)
             mine = np.clip(counts - first, 0, last - first)
             early = closes if isinstance(closes, bool) else closes[:, first:last]
-            yield slice(first, last), lay_out(last - first, S, phases, mine, early, counts_landmarks=False)
+            yield slice(first, last), self.layouts.lay_out(last - first, phases, mine, early)
             first = last
 
     def _through(
@@ -281,30 +281,8 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
     def _enter(
         self, tokens: Tensor, grid: Grid, step: Step | None, chooses: bool = True
     ) -> tuple[Tensor, Past | None, dict[int | None, Place]]:
-        """Positions [B, P, E] below the first layer, and what they see."""
+        """Positions [B, P, E] below the first layer, and what they see: of the past, and in windows of each size."""
         x = grid.insert_landmarks(self.embed_tokens(tokens), self.landmark)
-        return x, *self._places(x, grid, step, chooses)
-
-    def _run_layers(
-        self,
-        count: int,
-        x: Tensor,
-        past: Past | None,
-        places: dict[int | None, Place],
-        step: Step | None,
-        chooses: bool = True,
-    ) -> Tensor:
-        """Positions x [B, P, E] through the first ``count`` layers."""
-        windows, choosing = self.config.windows, set(self.config.retrieving_layers)
-        for number, layer in enumerate(self.layers[:count]):
-            kept = step and step.window(number)
-            x = layer(x, places[windows[number]], kept, past if number in choosing else None, chooses)
-        return x
-
-    def _places(
-        self, x: Tensor, grid: Grid, step: Step | None, chooses: bool
-    ) -> tuple[Past | None, dict[int | None, Place]]:
-        """What positions x [B, P, E] see: of the past, and in windows of each size."""
         config = self.config
         assert config.sliding_window is not None
         # chunks by themselves lie in no memory: all that they see is the call's own
@@ -323,10 +301,26 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
             else:
                 places[window] = step.place(stage, grid, x, windows)
         if sight is None:
-            return None, places
-        if step is None or of_text:
-            return TextPast(config, grid, sight, x, step), places
-        return MemoryPast(config, grid, sight, x, step), places
+            return x, None, places
+        if step is None or step.is_apart:
+            return x, TextPast(config, grid, sight, x, step), places
+        return x, MemoryPast(config, grid, sight, x, step), places
+
+    def _run_layers(
+        self,
+        count: int,
+        x: Tensor,
+        past: Past | None,
+        places: dict[int | None, Place],
+        step: Step | None,
+        chooses: bool = True,
+    ) -> Tensor:
+        """Positions x [B, P, E] through the first ``count`` layers."""
+        windows, choosing = self.config.windows, set(self.config.retrieving_layers)
+        for number, layer in enumerate(self.layers[:count]):
+            kept = step and step.window(number)
+            x = layer(x, places[windows[number]], kept, past if number in choosing else None, chooses)
+        return x
 
     # --- a memory that depends on windows alone --------------------------------------------------------------
 

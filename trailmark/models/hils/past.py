@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trailmark.memory import ChunkMemory, MemoryEntries
 from trailmark.memory.chunks import Rows
-from trailmark.models.candidates import NOTHING, distinct_chunks, in_all_rows
+from trailmark.models.candidates import NOTHING, distinct_chunks, in_all_rows, no_selection
 from trailmark.models.grid import Grid, Integers, Take
 from trailmark.models.hils.config import HiLSConfig
 from trailmark.models.hils.focus import in_focus
@@ -179,11 +179,9 @@ class MemoryPast(Past):
     def _read(self, q: Tensor, scoring: Tensor, states: Tensor, window: tuple[Tensor, Tensor]) -> Tensor:
         config, layer = self.config, len(self.states)
         self.states.append(states)
-        B, P, J, K = *q.shape[:2], config.num_key_value_heads, config.num_retrieved_chunks
+        P, J, K = q.shape[1], config.num_key_value_heads, config.num_retrieved_chunks
         if not self._num_chunks:
-            none = torch.full((B, P, J, K), -1, device=q.device)
-            lowest = window[1].new_full(none.shape, -torch.inf)
-            self.selected.append(ChunkSelection(none, torch.zeros_like(lowest), lowest))
+            self.selected.append(no_selection(window[1], P, J, K))
             return window[0]
         if config.chunk_score == "mass":
             number = np.arange(self._num_chunks)

@@ -2,21 +2,18 @@
 
 # No ``from __future__ import annotations`` here: ``strict`` does not check types that are written as strings.
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from trailmark.models.configuration import (
     Filled,
-    TrailmarkConfig,
+    LayeredConfig,
     checked,
     expect,
-    expect_count,
-    expect_groups,
-    with_fewer_in_groups,
 )
 
 
 @checked
-class HSAConfig(TrailmarkConfig):
+class HSAConfig(LayeredConfig):
     """Hierarchical sparse attention between layers with a window (HSA, arXiv 2504.16795 and 2511.23319).
 
     Lower layers have a window alone; an encoder makes of each closed chunk keys, values and a landmark vector, which
@@ -50,9 +47,9 @@ class HSAConfig(TrailmarkConfig):
 
     model_type = "trailmark_hsa"
     no_arithmetic = frozenset({"retrieval_noise"})
+    why_some_are_upper = "one upper layer must follow what reads"
 
     window_position: Literal["alibi", "rope"] = "rope"
-    num_lower_layers: Filled = None  # type: ignore[assignment]
     chunk_size: int = 64
     num_retrieved_chunks: int = 32
     num_retrieval_groups: int = 2
@@ -70,8 +67,6 @@ class HSAConfig(TrailmarkConfig):
     residual_gca: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.num_lower_layers is None:
-            self.num_lower_layers = self.num_hidden_layers // 2
         if self.num_memory_heads is None:
             self.num_memory_heads = self.num_key_value_heads or self.num_attention_heads
         if self.retrieval_size is None:
@@ -83,14 +78,6 @@ class HSAConfig(TrailmarkConfig):
     @property
     def has_landmarks(self) -> bool:
         return False
-
-    @property
-    def num_upper_layers(self) -> int:
-        return self.num_hidden_layers - self.num_lower_layers
-
-    @property
-    def layers_per_group(self) -> int:
-        return self.num_upper_layers // self.num_retrieval_groups
 
     @property
     def score_scale(self) -> float:
@@ -106,22 +93,10 @@ class HSAConfig(TrailmarkConfig):
     def least_retrieved_in_training(self) -> int:
         return 2 if self.chunk_weights == "softmax" else 1
 
-    def expect_trainable(self) -> None:
-        super().expect_trainable()
-        if self.num_retrieved_chunks < self.least_retrieved_in_training:
-            raise ValueError(
-                "num_retrieved_chunks: expected at least 2 in training with chunk_weights 'softmax', got 1: the weight "
-                "of a single chunk is always 1, so its score gets no gradient and the retriever learns nothing."
-            )
-
-    def with_fewer_layers(self, count: int) -> Self:
-        return with_fewer_in_groups(self, count)
-
     def validate_architecture(self) -> None:
         super().validate_architecture()
-        for name in ("chunk_size", "num_retrieval_groups", "num_encoder_layers", "num_retrieval_heads"):
+        for name in ("num_encoder_layers", "num_retrieval_heads"):
             expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        expect_count(self.num_retrieved_chunks)
         memory, heads, size = self.num_memory_heads, self.num_retrieval_heads, self.retrieval_size
         expect(
             memory is None or (memory >= 1 and self.num_attention_heads % memory == 0),
@@ -147,6 +122,3 @@ class HSAConfig(TrailmarkConfig):
             self.recency_decay,
             "false or None with chunk_weights 'stick_breaking', which prefers recent chunks by itself",
         )
-        expect_groups(self, "one upper layer must follow what reads")
-        expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
-        self.expect_rotary_heads()

@@ -140,7 +140,6 @@ class LandmarkConfig(TrailmarkConfig):
             self.landmark_loss,
             "'none' or 'text' without an eos_token_id",
         )
-        self.expect_rotary_heads()
         memory = (self.num_retrieved_chunks + 1) * (self.chunk_size + 1)
         if self.local_length is not None and self.memory_position == "stingy":
             expect(

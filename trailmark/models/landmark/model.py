@@ -23,11 +23,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory
 from trailmark.memory.schema import Expected
 from trailmark.models.answers import CardFacts
-from trailmark.models.candidates import selection_of_tokens
+from trailmark.models.candidates import no_selection, selection_of_tokens
 from trailmark.models.causal_lm import TrailmarkForCausalLM
 from trailmark.models.costs import CacheBytes, NumberBytes
 from trailmark.models.embedding import Given
-from trailmark.models.grid import Grid, Integers, Take, lay_out
+from trailmark.models.grid import Grid, Integers, Take
 from trailmark.models.grid import keep as keep_positions
 from trailmark.models.landmark.cell import CellStep
 from trailmark.models.landmark.config import LandmarkConfig
@@ -192,7 +192,7 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         # of a row's first document, which may be cut; one that begins in the row begins a chunk, as in reading
         S = self.config.chunk_size
         phases = (fold_seed(noise_seed, _PHASE) % S).cpu().numpy()
-        return lay_out(text.ids.shape[1], S, phases, text.counts, text.close_chunk, text.documents)
+        return self.layouts.lay_out(text.ids.shape[1], phases, text.counts, text.close_chunk, text.documents)
 
     def run(
         self,
@@ -383,19 +383,15 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
         self, pieces: list[tuple[Take, list[ChunkSelection]]], grid: Grid, x: Tensor
     ) -> tuple[ChunkSelection, ...]:
         """What each layer read, of the tokens of the call [B, T, H, k]."""
-        B, P = x.shape[:2]
         H, k = self.config.num_attention_heads, self.config.num_retrieved_chunks
-        dtype = torch.promote_types(x.dtype, torch.float32)
         layers = []
         for number in range(len(self.layers)):
-            indices = torch.full((B, P, H, k), -1, device=x.device)
-            weights = torch.zeros(B, P, H, k, dtype=dtype, device=x.device)
-            scores = torch.full_like(weights, -torch.inf)
+            joined = no_selection(x, x.shape[1], H, k)
             for take, chosen in pieces:
                 if chosen:
-                    for whole, part in zip((indices, weights, scores), chosen[number], strict=True):
+                    for whole, part in zip(joined, chosen[number], strict=True):
                         _put(whole, take, part)
-            layers.append(selection_of_tokens(ChunkSelection(indices, weights, scores), grid))
+            layers.append(selection_of_tokens(joined, grid))
         return tuple(layers)
 
     # --- answers -------------------------------------------------------------------------------------------

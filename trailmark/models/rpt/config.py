@@ -2,13 +2,18 @@
 
 # No ``from __future__ import annotations`` here: ``strict`` does not check types that are written as strings.
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from trailmark.models.configuration import Filled, TrailmarkConfig, checked, expect, expect_count, with_fields
+from trailmark.models.configuration import (
+    LayeredConfig,
+    checked,
+    expect,
+    with_fields,
+)
 
 
 @checked
-class RPTConfig(TrailmarkConfig):
+class RPTConfig(LayeredConfig):
     """Retrieval-Pretrained Transformer (Rubin and Berant, 2024), and RPT-Contriever as arXiv 2410.01651 runs it.
 
     The defaults are the second paper's sizes with the retriever of the first. RPT-Contriever is
@@ -51,7 +56,6 @@ class RPTConfig(TrailmarkConfig):
         }
     )
 
-    num_lower_layers: Filled = None  # type: ignore[assignment]
     chunk_size: int = 64
     num_retrieved_chunks: int = 8
     num_encoder_layers: int = 2
@@ -69,11 +73,6 @@ class RPTConfig(TrailmarkConfig):
     first_gold_probability: float | int = 1.0
     gold_probability: float | int = 0.0
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.num_lower_layers is None:
-            self.num_lower_layers = self.num_hidden_layers // 2
-        super().__post_init__(**kwargs)
-
     @property
     def has_landmarks(self) -> bool:
         return False
@@ -85,10 +84,6 @@ class RPTConfig(TrailmarkConfig):
             return None
         assert self.sliding_window is not None
         return self.chunk_size - 1 - (self.sliding_window - 1)
-
-    @property
-    def num_upper_layers(self) -> int:
-        return self.num_hidden_layers - self.num_lower_layers
 
     @property
     def num_retrieval_groups(self) -> int:
@@ -113,9 +108,8 @@ class RPTConfig(TrailmarkConfig):
     def validate_architecture(self) -> None:
         super().validate_architecture()
         self.expect_own_attention()
-        for name in ("chunk_size", "cross_attention_every"):
-            expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        expect_count(self.num_retrieved_chunks)
+        every = self.cross_attention_every
+        expect(every >= 1, "cross_attention_every", every, "at least 1")
         for name in ("num_encoder_layers", "ranking_weight", "ranking_margin", "ranking_threshold"):
             expect(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("first_gold_probability", "gold_probability"):
@@ -124,12 +118,3 @@ class RPTConfig(TrailmarkConfig):
             for name in ("embedder", "embedder_fingerprint"):
                 came = getattr(self, name)
                 expect(came is None, name, came, f"None with retriever {self.retriever!r}")
-        lower = self.num_lower_layers
-        expect(
-            lower is None or 0 <= lower < self.num_hidden_layers,
-            "num_lower_layers",
-            lower,
-            f"0 to {self.num_hidden_layers - 1} (num_hidden_layers - 1: one upper layer must read)",
-        )
-        expect(self.sliding_window is not None, "sliding_window", None, "a number of positions")
-        self.expect_rotary_heads()

@@ -16,6 +16,7 @@ from trailmark.ops.gca.kernels import (
     keys_kernel,
     queries_kernel,
 )
+from trailmark.ops.kernels import folded_scale
 
 # A memory chunk's readers are taken in parts of about this many rows; a part is one program. Popular chunks then
 # do not keep the rest of the device waiting, and few parts have to be added up.
@@ -111,7 +112,7 @@ def forward(call: CrossAttentionCall, keep: bool, wide: bool | None = None) -> t
             q, k, v, indices, weights, lengths, into, of_parts,
             *q.stride(), *k.stride(), *v.stride(), *indices.stride(), *weights.stride(), *_steps(lengths),
             out.numel(), *out.stride()[:4],
-            B * N * J * R * G if joint else lse[0].numel() if keep else 0, _folded(scale, q.dtype),
+            B * N * J * R * G if joint else lse[0].numel() if keep else 0, folded_scale(scale, q.dtype),
             N, R, J, M, K, S, parts, per_part,
             **_constants(q, k, v, K, cut, wide, out), **_flags(call), OFF_BY_ONE=off_by_one and not joint,
             KEEP=keep and not joint,
@@ -223,7 +224,7 @@ def backward(
             grad, q, k, v, indices, weights, lengths, lse, delta, dq, dw, inner,
             *grad.stride(), *q.stride(), *k.stride(), *v.stride(), *indices.stride(), *weights.stride(),
             *_steps(lengths), *dq.stride()[:4],
-            lse[0].numel(), _folded(scale, q.dtype), scale, N, R, J, M, K, S,
+            lse[0].numel(), folded_scale(scale, q.dtype), scale, N, R, J, M, K, S,
             **_constants(q, k, v, K, cut, wide, grad, dq), **flags,
         )  # fmt: skip
 
@@ -259,7 +260,7 @@ def backward(
             grad, q, k, v, weights, lengths, lse, delta if joint else inner,
             table.readers, table.starts, table.ends, table.slots_before, table.chunk_of, dk, dv, dk_parts, dv_parts,
             *grad.stride(), *q.stride(), *k.stride(), *v.stride(), *weights.stride(), *_steps(lengths),
-            lse[0].numel(), _folded(scale, q.dtype), scale, N, R, J, M, K, S, table.ends.numel(), table.per_part,
+            lse[0].numel(), folded_scale(scale, q.dtype), scale, N, R, J, M, K, S, table.ends.numel(), table.per_part,
             **constants, **flags, PER_HEAD=per_head,
         )  # fmt: skip
     if dk_parts.numel():
@@ -326,11 +327,6 @@ def _readers_of_a_part(q: Tensor, k: Tensor, selections: int, per_head: bool, ro
     heads, chunks = (1, B * M * J) if per_head else (J, B * M)
     most = max(1, chunks // 4, q.numel() // (4 * S * heads * D))  # parts
     return max(1, rows // (R * (H // J)), -(-2 * selections // most))
-
-
-def _folded(scale: float, dtype: torch.dtype) -> float:
-    """Scores in base 2 but for float32."""
-    return scale if dtype == torch.float32 else scale * math.log2(math.e)
 
 
 def _steps(lengths: Tensor | None) -> tuple[int, ...]:

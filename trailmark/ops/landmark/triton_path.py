@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from trailmark.ops.arguments import require
+from trailmark.ops.kernels import folded_scale
 from trailmark.ops.landmark.call import LandmarkCall
 from trailmark.ops.landmark.kernels import forward_kernel, keys_kernel, queries_kernel
 from trailmark.ops.landmark.layout import LandmarkLayout
@@ -150,7 +151,7 @@ def forward(call: LandmarkCall, keep: bool = True, wide: bool | None = None) -> 
         forward_kernel[(B * H * count,)](
             q, k, v, made.rows, made.chunks, made.far, made.ranks, out, lse,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            _folded(scale, q.dtype), B, P, H, layout.num_chunks, count,
+            folded_scale(scale, q.dtype), B, P, H, layout.num_chunks, count,
             **_constants(q, k, layout, cut, needs_wide_offsets(q, k, v) if wide is None else wide),
         )  # fmt: skip
     return out, lse
@@ -187,7 +188,7 @@ def backward(
     with torch.cuda.device_of(q):
         queries_kernel[(B * H * count,)](
             grad, lse_grad, q, k, v, out.contiguous(), lse, made.rows, made.chunks, made.far, made.ranks, dq, stats,
-            *steps, _folded(scale, q.dtype), scale, B, P, H, C, count,
+            *steps, folded_scale(scale, q.dtype), scale, B, P, H, C, count,
             **_constants(q, k, layout, cut, wide), HAS_LSE_GRAD=lse_grad is not None,
         )  # fmt: skip
 
@@ -204,7 +205,7 @@ def backward(
     with torch.cuda.device_of(q):
         keys_kernel[(programs * parts,)](
             grad, q, k, v, made.rows, made.chunks, made.readers, stats, dk, dv,
-            *steps, _folded(scale, q.dtype), scale, B, P, T, H, C, cut.per_chunk, parts, per_part,
+            *steps, folded_scale(scale, q.dtype), scale, B, P, T, H, C, cut.per_chunk, parts, per_part,
             **_constants(q, k, layout, cut, wide),
         )  # fmt: skip
     if parts > 1:
@@ -240,11 +241,6 @@ def _programs_of_keys(k: Tensor, layout: LandmarkLayout, cut: Tiles) -> int:
 def _parts(programs: int, G: int) -> int:
     """Parts that the G query heads of a key/value head are divided into, so that few chunks fill the device too."""
     return max(1, min(G, _PROGRAMS // programs))
-
-
-def _folded(scale: float, dtype: torch.dtype) -> float:
-    """Scores in base 2 but for float32."""
-    return scale if dtype == torch.float32 else scale * math.log2(math.e)
 
 
 def _constants(q: Tensor, k: Tensor, layout: LandmarkLayout, cut: Tiles, wide: bool) -> dict[str, int | bool]:

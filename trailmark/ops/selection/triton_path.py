@@ -9,6 +9,8 @@ split, and a column of a tile is one sum in one order, so equal chunks have equa
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 import triton
 import triton.language as tl
@@ -42,9 +44,7 @@ def search(call: SearchCall) -> Tensor:
     if not chosen.numel():
         return chosen
     segments = [segment for segment in segments if segment.shape[1]]
-    dtype = query.dtype
-    for segment in segments:
-        dtype = torch.promote_types(dtype, segment.dtype)
+    dtype = reduce(torch.promote_types, [segment.dtype for segment in segments], query.dtype)
     # what all rows share is one table, that the queries of the batch ask together
     tables = 1 if all(segment.stride(0) == 0 for segment in segments) else B
     rows = B // tables * N

@@ -151,10 +151,7 @@ def _attend(call: Call, implementation: str | None) -> Attended:
         return torch_path.attend(call)
     from trailmark.ops.window.flex import sliding_window_attention_flex
 
-    q, k, v, window, positions, document_ids, _, slopes, scale, return_lse, num_sinks, windows = call
-    return sliding_window_attention_flex(
-        q, k, v, window, positions, document_ids, slopes, scale, return_lse, num_sinks, windows
-    )
+    return sliding_window_attention_flex(call)
 
 
 def _on_flex(q: Tensor, k: Tensor, v: Tensor, implementation: str | None) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 
 from trailmark.ops.arguments import arithmetic_dtype, triton_problem
+from trailmark.ops.window.torch_path import Attended, Call
 
 _BLOCK = 128  # queries and keys of a block that the kernels skip, mask, or take whole
 _ABSENT = 2**62  # the position of an absent key: after every query
@@ -79,25 +80,14 @@ def flex_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def sliding_window_attention_flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: int | None,
-    positions: tuple[Tensor, Tensor] | None,
-    document_ids: tuple[Tensor, Tensor] | None,
-    alibi_slopes: Tensor | None,
-    scale: float,
-    return_lse: bool,
-    num_sinks: int = 0,
-    windows: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+def sliding_window_attention_flex(call: Call) -> Attended:
     """As :func:`sliding_window_attention`, which checks the arguments; T >= 1, B >= 1.
 
     The kernels multiply in the inputs' dtype and sum, weigh and normalise in float32. Which blocks of 128 x 128
     are visited follows from the least and the greatest position (and document) of each block: O(T + P) time
     beside the (T / 128) (P / 128) entries. On a CPU torch's dense form runs, in float32 or wider: for tests.
     """
+    q, k, v, window, positions, document_ids, _, alibi_slopes, scale, return_lse, num_sinks, windows = call
     on_cpu, compiling = q.device.type == "cpu", torch.compiler.is_compiling()
     if windows is not None:
         windows = windows.expand(q.shape[:2])

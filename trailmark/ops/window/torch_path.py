@@ -45,38 +45,37 @@ class Call(NamedTuple):
 
 def attend(call: Call) -> Attended:
     """By the fastest way for what is asked."""
-    q, k, v, window, positions, document_ids, documents, slopes, scale, return_lse, num_sinks, windows = call
+    q, k, _, window, positions, document_ids, documents, *_, num_sinks, windows = call
     (B, T), P = q.shape[:2], k.shape[1]
     if T == 1 and document_ids is None:
         return _one_query(call)
     if window is not None and (window < P or windows is not None) and document_ids is None and T > 0:
         if positions is None:
-            return _banded(q, k, v, window, slopes, scale, return_lse, windows=windows)
+            return _banded(call)
         if not num_sinks and _values_at_hand(q) and (leading := _leading_absent(*positions)) is not None:
-            out = _banded(q, k, v, window, slopes, scale, return_lse, leading, windows=windows)
-            return _without(positions[0] < 0, out)
+            return _without(positions[0] < 0, _banded(call, leading))
     whole = positions is None and T == P > 0 and B > 0
     # (to see all positions before, each block would need a copy of them: memory O(T * T))
     if documents is not None and whole and window is not None and windows is None and _values_at_hand(q):
         blocks = DocumentBlocks.of(documents, window, _MIN_BLOCK, _MAX_BLOCK)
         if blocks is not None:
-            return _in_documents(q, k, v, blocks, window, slopes, scale, return_lse)
+            return _in_documents(call, blocks)
     return _by_query_block(call)
 
 
 def attend_with_sinks(call: Call, num_sinks: int, sink_queries: Tensor | None) -> Attended | None:
     """One query, or consecutive positions, or documents in one piece each; None: something else."""
-    q, k, v, window, positions, document_ids, documents, slopes, scale, return_lse, _, windows = call
+    q, k, v, _, positions, document_ids, documents, *_ = call
     (B, T), P = q.shape[:2], k.shape[1]
     if T == 1 and document_ids is None and (sink_queries is None or q.device.type == "cpu"):
         return _one_query(call._replace(num_sinks=num_sinks), sink_queries)
-    assert window is not None
+    assert call.window is not None
     if B * T == 0:
         return None
     if document_ids is None and positions is None:
         begins = torch.full((1,), P - T, device=q.device)
         sinks = Sinks(k[:, :num_sinks], v[:, :num_sinks], sink_queries, begins, P - T)
-        return _banded(q, k, v, window, slopes, scale, return_lse, sinks=sinks, windows=windows)
+        return _banded(call, sinks=sinks)
     if not _values_at_hand(q):
         return None
     if document_ids is None and positions is not None and T > 1 and P - num_sinks >= T:
@@ -90,13 +89,13 @@ def attend_with_sinks(call: Call, num_sinks: int, sink_queries: Tensor | None) -
         begins = query.gather(1, first[:, None])[:, 0] - first
         begins = torch.where((query >= 0).any(1), begins, query.max())
         sinks = Sinks(k[:, :num_sinks], v[:, :num_sinks], sink_queries, begins, int(begins.min()))
-        keys, values = k[:, num_sinks:], v[:, num_sinks:]
-        out = _banded(q, keys, values, window, slopes, scale, return_lse, leading, sinks, windows)
-        return _without(query < 0, out)
-    if documents is not None and positions is None and T == P and slopes is None and windows is None:
-        blocks = DocumentBlocks.of(documents, window, _MIN_BLOCK, _MAX_BLOCK, num_sinks)
+        others = call._replace(k=k[:, num_sinks:], v=v[:, num_sinks:])
+        return _without(query < 0, _banded(others, leading, sinks))
+    whole = positions is None and T == P
+    if documents is not None and whole and call.slopes is None and call.windows is None:
+        blocks = DocumentBlocks.of(documents, call.window, _MIN_BLOCK, _MAX_BLOCK, num_sinks)
         if blocks is not None:
-            return _in_documents(q, k, v, blocks, window, slopes, scale, return_lse, num_sinks, sink_queries)
+            return _in_documents(call, blocks, num_sinks, sink_queries)
     return None
 
 
@@ -175,22 +174,13 @@ def _of_one(q: Tensor, J: int, dtype: torch.dtype) -> Tensor:
     return q.to(dtype).reshape(len(q), J, -1, q.shape[-1])
 
 
-def _banded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: int,
-    slopes: Tensor | None,
-    scale: float,
-    return_lse: bool,
-    leading: Tensor | None = None,
-    sinks: Sinks | None = None,
-    windows: Tensor | None = None,
-) -> Attended:
+def _banded(call: Call, leading: Tensor | None = None, sinks: Sinks | None = None) -> Attended:
     """Consecutive positions: a block of C queries sees the C + window - 1 keys that end with its own, and the sinks.
 
     ``leading`` [B]: so many of each row's keys are absent at its beginning.
     """
+    q, k, v, window, *_, slopes, scale, return_lse, _, windows = call
+    assert window is not None
     B, T, H, D = q.shape
     carried, old, given = k.shape[1] - T, window - 1, q.dtype
     dtype = attention_dtype(q, k, v, biased=slopes is not None)
@@ -301,18 +291,11 @@ def _leading_absent(query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def _in_documents(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: DocumentBlocks,
-    window: int,
-    slopes: Tensor | None,
-    scale: float,
-    return_lse: bool,
-    num_sinks: int = 0,
-    sink_queries: Tensor | None = None,
+    call: Call, blocks: DocumentBlocks, num_sinks: int = 0, sink_queries: Tensor | None = None
 ) -> Attended:
     """Consecutive positions, each document in one piece: one mask serves all blocks, and is cut for early ones."""
+    q, k, v, window, *_, slopes, scale, return_lse, _, _ = call
+    assert window is not None
     B, T, given, D = *q.shape[:2], q.dtype, q.shape[-1]
     dtype = attention_dtype(q, k, v, biased=slopes is not None)
     q, k, v = (x.to(dtype).flatten(0, 1) for x in (q, k, v))  # [B * T, heads, D]
