@@ -15,13 +15,13 @@ from tests.report import runs
 from tests.training.tiny import prose, run_config
 from trailmark import __version__, cli
 from trailmark.data.neighbours.build import make_table
-from trailmark.data.neighbours.table import Rule
 from trailmark.data.prepare import prepare
 from trailmark.data.sources import LocalFiles
 from trailmark.evaluation.suite import suite_named
 from trailmark.evaluation.tables import table_of
 from trailmark.files import read_json
 from trailmark.report.tables import result_table
+from trailmark.training.neighbours import rule_for
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -52,7 +52,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, no_restart: None) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     (folder / "text.txt").write_text(prose())
     prepare(LocalFiles([folder / "text.txt"]), folder / "corpus", processes=1)
-    rule = Rule.of("rpt", 16, None)
+    rule = rule_for("rpt", 16, None)
     shared = {"context_length": 256, "chunk_size": 16, "count": 2, "tokenizer": None, "device": "cpu"}
     make_table(paths=[folder / "corpus"], output=folder / "table", embedder="hash", rule=rule, **shared)
     config = run_config(folder / "run", "text", "window", steps=1)

@@ -436,7 +436,7 @@ def _explain(error: Exception) -> str | None:
 
 
 def _fail(message: str, code: int) -> None:
-    sys.stderr.write(f"\ntrailmark: {' '.join(message.split())}\n")
+    typer.echo(f"\ntrailmark: {' '.join(message.split())}", err=True)
     sys.exit(code)
 
 

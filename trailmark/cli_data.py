@@ -168,22 +168,17 @@ class NeighbourSettings(_TableSettings):
 def neighbours(settings: NeighbourSettings) -> None:
     """Find each chunk's neighbours once, so that training never waits for an encoder."""
     from trailmark.data.neighbours.build import make_table
-    from trailmark.data.neighbours.files import TableProgress
     from trailmark.report.console import Progress, bar, size, table_line
     from trailmark.training.neighbours import rule_for
 
     progress = Progress(quiet=not is_main())
-
-    def show(state: TableProgress) -> None:
-        progress.show(table_line(state.done, state.total, state.kept, state.chunks, state.seconds))
-
     table = make_table(
         **settings.shared(),
         embedder=settings.embedder,
         rule=rule_for(settings.architecture, settings.chunk_size, settings.window),
         scores=settings.scores,
         say=progress.say,
-        progress=show,
+        progress=lambda state: progress.show(table_line(*astuple(state))),
         fitting=lambda done, total: progress.show(f"{bar(done, total)} {done:,}/{total:,} tokens"),
     )
     progress.say(
@@ -206,23 +201,18 @@ class TargetSettings(_TableSettings):
 @together()
 def targets(settings: TargetSettings) -> None:
     """Say how much each chunk helps to predict the next one: what an RPT's retriever learns from."""
-    from trailmark.data.neighbours.files import TableProgress
-    from trailmark.data.neighbours.table import Rule
     from trailmark.evaluation.targets import make_targets
     from trailmark.report.console import Progress, table_line
+    from trailmark.training.neighbours import rule_for
 
     progress = Progress(quiet=not is_main())
-
-    def show(state: TableProgress) -> None:
-        progress.show(table_line(state.done, state.total, state.kept, state.chunks, state.seconds))
-
     table = make_targets(
         **settings.shared(),
         model=settings.model,
-        rule=Rule.of("rpt", settings.chunk_size, settings.window),
+        rule=rule_for("rpt", settings.chunk_size, settings.window),
         batch_size=settings.batch_size,
         say=progress.say,
-        progress=show,
+        progress=lambda state: progress.show(table_line(*astuple(state))),
     )
     progress.say(
         f"The target scores of {table.windows * table.chunks:,} chunks lie in {settings.output}/.\n"

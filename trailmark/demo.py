@@ -14,7 +14,7 @@ from trailmark.evaluation.needles.ask import measure
 from trailmark.evaluation.needles.suite import NeedleSettings
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject
-from trailmark.files import expect_writable, read_json, write_json
+from trailmark.files import expect_writable, read_json, write_json, write_text
 from trailmark.models import TrailmarkForCausalLM
 from trailmark.report.console import Progress, duration, losses, training_line
 from trailmark.report.page import build
@@ -287,7 +287,7 @@ class Demo:
         results = self.record["results"]
         table = needle_table([r | {"model": NAMES[r["model"]]} for r in results], TRAIN_LENGTH)
         table += f"\n\n{legend_text(NEEDLE_LEGEND)}"
-        (self.output / "table.md").write_text(table + "\n")
+        write_text(self.output / "table.md", table + "\n")
         out = self.output
         self.say(
             f"\n{table}\n\n"

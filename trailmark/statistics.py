@@ -28,9 +28,7 @@ def wilson_interval(successes: float, trials: float, z: float = _NORMAL) -> tupl
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def bootstrap_ratio(
-    sums: npt.ArrayLike, counts: npt.ArrayLike, seed: int = 0, resamples: int = RESAMPLES
-) -> tuple[Any, Any]:
+def bootstrap_ratio(sums: npt.ArrayLike, counts: npt.ArrayLike, seed: int = 0) -> tuple[Any, Any]:
     """The 95% interval of sum(sums) / sum(counts) if other texts of the same kind had been read.
 
     Texts are drawn again with replacement, whole: what belongs to one text is drawn together, so texts of different
@@ -43,7 +41,6 @@ def bootstrap_ratio(
     Args:
         sums: [n] or [n, ...] of each text. counts: of the same shape; what they are divided by.
         seed: of the draws. Equal numbers have equal intervals.
-        resamples: how often n texts are drawn.
 
     Returns:
         Low and high: floats, or arrays [...] of them. NaN where there are less than two texts with a count.
@@ -62,16 +59,16 @@ def bootstrap_ratio(
     if n < 2:
         low = high = np.full(top.shape[1], np.nan)
     else:
-        low, high = _expanded(top, bottom, seed, resamples)
+        low, high = _expanded(top, bottom, seed)
     if not rest:
         return float(low[0]), float(high[0])
     return low.reshape(rest), high.reshape(rest)
 
 
-def bootstrap_mean(values: npt.ArrayLike, seed: int = 0, resamples: int = RESAMPLES) -> tuple[Any, Any]:
+def bootstrap_mean(values: npt.ArrayLike, seed: int = 0) -> tuple[Any, Any]:
     """The 95% interval of the mean of values [n] or [n, ...], one for each text: see :func:`bootstrap_ratio`."""
     values = np.asarray(values, np.float64)
-    return bootstrap_ratio(values, np.ones_like(values), seed, resamples)
+    return bootstrap_ratio(values, np.ones_like(values), seed)
 
 
 def score_interval(scores: Sequence[float], seed: int = 0) -> tuple[float | None, float | None]:
@@ -90,15 +87,15 @@ def score_interval(scores: Sequence[float], seed: int = 0) -> tuple[float | None
     return low, high
 
 
-def _expanded(top: Floats, bottom: Floats, seed: int, resamples: int) -> tuple[Floats, Floats]:
+def _expanded(top: Floats, bottom: Floats, seed: int) -> tuple[Floats, Floats]:
     """Of [n, columns]: [columns] each."""
     n, generator, drawn = len(top), np.random.default_rng(seed), []
     wider = np.array([_widening(int(texts)) for texts in (bottom > 0).sum(0)])
     with np.errstate(divide="ignore", invalid="ignore"):
         slab = max(1, _SLAB // n)
-        for first in range(0, resamples, slab):
+        for first in range(0, RESAMPLES, slab):
             # how often each text is drawn, [rows, n]
-            often = generator.multinomial(n, np.full(n, 1 / n), size=min(slab, resamples - first))
+            often = generator.multinomial(n, np.full(n, 1 / n), size=min(slab, RESAMPLES - first))
             drawn.append((often.astype(np.float64) @ top) / (often.astype(np.float64) @ bottom))
         ratio = top.sum(0) / bottom.sum(0)
     ratios = np.concatenate(drawn)

@@ -265,6 +265,11 @@ class _Repr(reprlib.Repr):
 _repr = _Repr()
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's error says first, or its kind: for a message of one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
 def brief(value: Any) -> str:
     """``repr(value)``, shortened where it is long, deep or holds itself: for messages that quote what came."""
     text = _repr.repr(value)

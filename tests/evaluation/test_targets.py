@@ -16,12 +16,13 @@ from tests.models.tiny import EXACT, drt
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.neighbours.bm25 import candidates
 from trailmark.data.neighbours.files import TableProgress
-from trailmark.data.neighbours.table import NeighbourTable, Rule
+from trailmark.data.neighbours.table import NeighbourTable
 from trailmark.data.prepare import prepare
 from trailmark.data.recipes import parse_source
 from trailmark.evaluation import targets
 from trailmark.evaluation.targets import Reference, make_targets, open_reference, window_targets
 from trailmark.files import read_json
+from trailmark.training.neighbours import rule_for
 
 S = 8
 BYTES = load_tokenizer()
@@ -147,7 +148,7 @@ def table_of(place: Path, output: Path, **changes: Any) -> NeighbourTable:
         "context_length": L,
         "chunk_size": S,
         "count": COUNT,
-        "rule": Rule.of("rpt", S, 3 * S),
+        "rule": rule_for("rpt", S, 3 * S),
     }
     model = changes.pop("model", str(place / "model"))
     return make_targets([place / "corpus"], output, model, **(settings | changes))
@@ -161,7 +162,7 @@ def test_a_table_holds_the_windows_of_the_corpus(place: Path, tmp_path: Path) ->
     assert table.windows >= 5
     assert table.manifest["kind"] == "targets"
     reference = open_reference(str(place / "model"), BYTES, "cpu")
-    limits = Rule.of("rpt", S, 3 * S).num_candidates(6, S)
+    limits = rule_for("rpt", S, 3 * S).num_candidates(6, S)
     assert limits.tolist() == [0, 0, 1, 2, 3, 4]  # not the chunk before, which the window shows
     indices, scores = table.batch(range(table.windows))
     assert scores is not None

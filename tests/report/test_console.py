@@ -92,6 +92,10 @@ def test_a_log_gets_a_line_now_and_then(clock: list[float]) -> None:
 def test_what_was_closed_before_the_start_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     Progress(io.StringIO()).say("said")
+    monkeypatch.setattr(sys, "stderr", None)
+    progress = Progress()
+    progress.show("shown")
+    progress.say("said")
 
 
 def test_work_goes_on_where_whoever_reads_has_left(tmp_path: Path) -> None:

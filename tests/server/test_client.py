@@ -60,6 +60,8 @@ def test_what_goes_wrong_is_one_line(
         (("chat", "--url", live.url, "--memory", "none"), "none of this name"),
         (("chat", "--url", "http://127.0.0.1:1"), "cannot be reached"),
         (("chat", "--url", "ftp://x"), "url: expected an address"),
+        (("chat", "--url", "http://127.0.0.1:99999"), "url: expected an address"),
+        (("chat", "--url", "http://[::1"), "url: expected an address"),
         (("chat", "--url", live.url, "--plain"), "plain: expected none with --url"),
         (("chat", "--api-key-file", tmp_path / "key"), "without --url"),
     ):

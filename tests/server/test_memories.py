@@ -18,6 +18,7 @@ from trailmark.data.corpus import tokenize
 from trailmark.evaluation.reading import Reader
 from trailmark.evaluation.subject import load
 from trailmark.memory.verification import verify
+from trailmark.server.memories import Memories
 
 ASK: dict[str, Any] = {"model": "bytes", "prompt": "Where?", "max_tokens": 12, "temperature": 0}
 
@@ -266,6 +267,16 @@ def test_a_deleted_memory_is_gone_with_its_texts(live: Server, folder: Path, boo
     assert not (folder / "gone").exists()
     assert live.http.post("/v1/completions", json=ASK | {"memory": "gone"}).status_code == 404
     assert live.append("gone", "book.txt", "Another book.\n")["tokens"] == 14
+
+
+def test_one_that_is_removed_meanwhile_is_not_listed(live: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    live.append("stays", "a.txt", "A text of some words.\n")
+    names = Memories.names
+    monkeypatch.setattr(Memories, "names", lambda self: ["removed", *names(self)])
+    for address in ("memories", "models"):
+        listed = [entry["id"] for entry in live.http.get(f"/v1/{address}").json()["data"]]
+        assert any("stays" in name for name in listed)
+        assert not any("removed" in name for name in listed)
 
 
 def test_damage_is_told_without_a_path(live: Server, folder: Path) -> None:

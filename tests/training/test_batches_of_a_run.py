@@ -22,6 +22,7 @@ from trailmark.data.shards import Corpus
 from trailmark.data.summarization import Pairs, SummarizationTexts
 from trailmark.ops import fold_seed
 from trailmark.training.config import RunConfig
+from trailmark.training.context_parallel import Sharing
 from trailmark.training.curriculum import Curriculum
 from trailmark.training.run import Run
 from trailmark.training.tasks import Batch, NeedleTask, SampleTask, Task, TextTask, micro_batches, share_of
@@ -97,7 +98,7 @@ class Process:
         self.task, self.curriculum = make_task(kind, rows)
         self.curriculum.restore(state)
         self.micro = micro
-        batches = Batches(self.task, 1000, micro)
+        batches = Batches(self.task, 1000, micro, Sharing(1))
         batches.start = start
         self.batches, self.world, self.rank = iter(batches), world, rank
         self.ahead = self._next()
@@ -208,7 +209,7 @@ def test_resuming_reads_what_the_next_batch_holds(
 
     monkeypatch.setattr(Corpus, "read", counting)
     task, _ = make_task(kind, 4)
-    batches = Batches(task, start + 1, 1)
+    batches = Batches(task, start + 1, 1, Sharing(1))
     batches.start = start
     assert len(list(batches)) == 1
     assert sum(reads) == 4 * LENGTH
@@ -229,7 +230,7 @@ def test_needles_draw_no_sample_twice_to_resume(monkeypatch: pytest.MonkeyPatch)
             return make(first, count, level)
 
         monkeypatch.setattr(task.texts, "batch", batch)
-        batches = Batches(task, start + 1, 1)
+        batches = Batches(task, start + 1, 1, Sharing(1))
         batches.start = start
         assert len(list(batches)) == 1
         drawn.append(len(numbers))

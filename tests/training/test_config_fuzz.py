@@ -359,8 +359,9 @@ def any_configs(draw: st.DrawFn) -> RunConfig:
         paths=st.lists(st.text(max_size=20), min_size=1, max_size=3),
         filler_weight=st.floats(0, MOST_WEIGHT),
         level_accuracy=st.floats(0, 1, exclude_max=True),
-        distractors=st.integers(0, MOST_ROWS),
     )
+    if config.data.task == "niah":
+        data |= some(draw, distractors=st.integers(0, MOST_ROWS))
     if config.data.task == "summarization":
         data["paths"] = ["pairs.jsonl"]
     training = some(

@@ -16,7 +16,7 @@ from tests.training.tiny import MODELS as TINY
 from tests.training.tiny import SHARED, prose, run_config
 from trailmark.data.corpus import load_tokenizer
 from trailmark.data.neighbours.embedders import open_embedder
-from trailmark.data.neighbours.table import NeighbourTable, Rule, build_neighbours
+from trailmark.data.neighbours.table import NeighbourTable, build_neighbours
 from trailmark.data.prepare import prepare
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus
@@ -74,14 +74,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("drt", "drt", None, None),
         ("drt, scores", "drt", None, "float32"),
     ):
-        rule = Rule.of(architecture, S, window)
+        rule = rule_for(architecture, S, window)
         build_neighbours(corpus, embedder, L, S, K, folder / name, rule=rule, scores=scores)
     torch.manual_seed(0)
     sizes = {name: value for name, value in TINY["window"].items() if name != "architecture"}
     scorer = SlidingWindowForCausalLM(SlidingWindowConfig(**sizes))
     scorer.save_pretrained(folder / "scorer")
     BYTES.save_pretrained(folder / "scorer")
-    sizes = {"context_length": L, "chunk_size": S, "count": 4, "rule": Rule.of("rpt", S, W)}
+    sizes = {"context_length": L, "chunk_size": S, "count": 4, "rule": rule_for("rpt", S, W)}
     make_targets([folder / "corpus"], folder / "targets", str(folder / "scorer"), **sizes)
     return folder
 
@@ -211,7 +211,7 @@ def test_a_run_does_not_go_on_with_another_table(place: Path, tmp_path: Path) ->
         Run(config, stop).train()
     folder.unlink()
     corpus, embedder = Corpus.open(place / "corpus"), open_embedder("hash:63", BYTES)
-    build_neighbours(corpus, embedder, L, S, K, folder, rule=Rule.of("rpt", S, W))
+    build_neighbours(corpus, embedder, L, S, K, folder, rule=rule_for("rpt", S, W))
     with pytest.raises(
         ValueError, match=r"^data: expected the text and neighbours that the run in .* began with"
     ):
@@ -299,15 +299,6 @@ def test_what_is_retrieved_is_told(place: Path, tmp_path: Path) -> None:
     assert 0 <= run.history[-1]["retrieval_never_read"] <= 1
 
 
-@pytest.mark.parametrize("architecture", ["drt", "rpt"])
-@pytest.mark.parametrize("window", [None, 1, 5, 64])
-@pytest.mark.parametrize("size", [1, 8, 63])
-def test_the_rule_of_an_architecture_is_that_of_its_models(
-    architecture: str, size: int, window: int | None
-) -> None:
-    assert rule_for(architecture, size, window) == Rule.of(architecture, size, window)
-
-
 # --- mistakes --------------------------------------------------------------------------------------------------
 
 
@@ -374,7 +365,7 @@ def test_a_table_of_something_else_is_refused(
 def test_an_embedder_of_another_name_is_the_same(place: Path, tmp_path: Path) -> None:
     folder = tmp_path / "table"
     corpus = Corpus.open(place / "corpus")
-    build_neighbours(corpus, open_embedder("hash", BYTES), L, S, K, folder, rule=Rule.of("rpt", S, W))
+    build_neighbours(corpus, open_embedder("hash", BYTES), L, S, K, folder, rule=rule_for("rpt", S, W))
     config = config_of(place, tmp_path / "run")
     config.data.neighbours, config.model["embedder"] = str(folder), "hash"  # the table's is hash:1024
     config.model["embedder_fingerprint"] = open_embedder("hash:1024", BYTES).fingerprint

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trailmark.data.corpus import text_tokens, tokenize, tokenize_parts
+from trailmark.untrusted import first_line
 
 Integers = npt.NDArray[np.int64]
 # what a template is given; they stand in no template, and trimming changes nothing of them
@@ -173,13 +174,12 @@ def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], cue: bool) 
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=cue)
     except Exception as error:  # whatever a stranger's template raises
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         way_out = (
             "Leave --system out." if messages[0]["role"] == "system" else "Ask in plain lines (--plain)."
         )
         raise ValueError(
             f"tokenizer: expected a chat template for {' and '.join(m['role'] for m in messages)}, its own refuses "
-            f"that ({why}). {way_out}"
+            f"that ({first_line(error)}). {way_out}"
         ) from error
     return text
 

@@ -16,11 +16,11 @@ from trailmark.data.sources import (
     Where,
     condition_text,
     expect_columns,
-    first_line,
     import_extra,
     needed_columns,
     row_texts,
 )
+from trailmark.untrusted import first_line
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from trailmark.data.corpus import NotText, decoded, each_text, read_text
 from trailmark.files import sha256_of
-from trailmark.untrusted import MOST_BYTES, expect_regular, open_regular, parse_json
+from trailmark.untrusted import MOST_BYTES, expect_regular, first_line, open_regular, parse_json
 
 _LINES = (".jsonl", ".ndjson")
 _PARQUET = ".parquet"
@@ -347,11 +347,6 @@ def _holds(record: Mapping[str, Any], where: Where) -> bool:
 def condition_text(where: Where | None) -> str | None:
     """A condition as the manifest shows it."""
     return None if where is None else "=".join(where)
-
-
-def first_line(error: BaseException) -> str:
-    """What another library's error says, for a message of one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def import_extra(module: str) -> Any:

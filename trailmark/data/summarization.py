@@ -27,7 +27,7 @@ from trailmark.data.corpus import Tokens, padding_id, tokenize, tokenize_parts, 
 from trailmark.data.needles.formats import IGNORED
 from trailmark.data.prepare import expect_as_prepared
 from trailmark.files import sha256_of
-from trailmark.untrusted import open_regular, parse_json
+from trailmark.untrusted import first_line, open_regular, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -364,7 +364,7 @@ def _reading(path: Path, errors: type[Exception] = OSError) -> Iterator[None]:
     except (OSError, errors) as error:
         if isinstance(error, ValueError) and str(error).startswith("data: "):  # pyarrow's are ValueErrors too
             raise
-        reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise ValueError(f"data: cannot read {str(path)!r}: {reason}.") from error
 
 

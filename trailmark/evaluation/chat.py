@@ -75,7 +75,7 @@ class Conversation:
             self._cache = self._model.new_cache()
         else:
             loaded = self._model.load_cache(memory, memory_tier)
-            sources = sources_of(loaded.notes, "memory", memory)
+            sources = sources_of(loaded.notes, memory)
             self._cache = loaded.branch()
         read = self._cache.get_seq_length()
         begin: list[int] = [] if read else subject.beginning

@@ -66,7 +66,7 @@ class Reader:
                 self.cache: ChunkCache = model.load_cache(folder, memory_tier)
             else:
                 self.cache = model.new_cache(memory_tier, memory_folder=folder, memory_dtype=memory_dtype)
-            sources_of(self.cache.notes, "memory", folder)
+            sources_of(self.cache.notes, folder)
             self.trace = None
             if trace is not None:
                 self.trace = TraceFile(trace, subject, self.cache, folder, memory_dtype)

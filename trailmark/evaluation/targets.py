@@ -33,6 +33,7 @@ from trailmark.data.neighbours.text_embedders import BROKEN, has_words
 from trailmark.evaluation.subject import load
 from trailmark.models import MODELS, is_ours
 from trailmark.models.causal_lm import fingerprint
+from trailmark.untrusted import first_line
 
 Text = list[int]  # the reference's tokens
 _BATCH_SIZE = 16
@@ -157,10 +158,9 @@ def open_reference(name: str, of: Any, device: str | None = None, batch_size: in
         if not has_words(tokenizer):
             raise ValueError("there is no tokenizer")
     except BROKEN as error:
-        first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise ValueError(
-            f"model: expected a causal language model with its tokenizer, {name!r} cannot be loaded ({first}). Name a "
-            "folder with both, or a hub name where there is a network."
+            f"model: expected a causal language model with its tokenizer, {name!r} cannot be loaded "
+            f"({first_line(error)}). Name a folder with both, or a hub name where there is a network."
         ) from error
     if missing := sorted(found["missing_keys"]):
         raise ValueError(

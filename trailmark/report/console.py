@@ -33,8 +33,8 @@ class Progress:
     """
 
     def __init__(self, stream: TextIO | None = None, quiet: bool = False) -> None:
-        self.stream, self.quiet = stream or sys.stderr, quiet
-        self.live = self.stream.isatty()
+        self.stream: TextIO | None = stream or sys.stderr  # None: it was closed before Python began
+        self.quiet, self.live = quiet, self.stream is not None and self.stream.isatty()
         self._shown = 0.0
         self._width = 0
 

@@ -82,8 +82,8 @@ async def _named(state: State, body: CompletionRequest | ChatRequest) -> tuple[S
 async def models(state: Server) -> dict[str, Any]:
     names = list(state.models)
     if state.memories is not None:
-        owners = [(own, state.memories.model_of(own)) for own in state.memories.names()]
-        names += [f"{served.name}+{own}" for own, served in owners if served is not None]
+        owners = state.memories.each(state.memories.model_of)
+        names += [f"{served.name}+{own}" for own, served in owners.items() if served is not None]
     return {"object": "list", "data": [_model(state, name) for name in names]}
 
 
@@ -118,7 +118,7 @@ Saved = Annotated[Memories, Depends(_memories)]
 
 @router.get("/v1/memories")
 async def list_memories(memories: Saved) -> dict[str, Any]:
-    return {"object": "list", "data": [memories.describe(name) for name in memories.names()]}
+    return {"object": "list", "data": [*memories.each(memories.describe).values()]}
 
 
 @router.post("/v1/memories", status_code=201)
@@ -213,9 +213,5 @@ async def metrics(state: Server) -> PlainTextResponse:
     if state.memories is not None:
         gauges["trailmark_memories_open"] = state.memories.open_count()
         gauges["trailmark_memories_open_bytes"] = state.memories.open_bytes()
-    engines = {name: _numbers(served.engine.stats()) for name, served in state.models.items()}
+    engines = {name: served.engine.stats() for name, served in state.models.items()}
     return PlainTextResponse(state.metrics.text(gauges, engines), media_type="text/plain; version=0.0.4")
-
-
-def _numbers(stats: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in stats.items() if isinstance(value, int | float)}

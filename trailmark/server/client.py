@@ -7,7 +7,7 @@ import json
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from trailmark.evaluation.chat import ReadChunk
 from trailmark.evaluation.generation import Sampling
@@ -15,6 +15,16 @@ from trailmark.trace.passages import Passage
 
 _SECONDS = 600.0  # without a word
 _LONGEST_LINE = 64 << 20
+
+
+def _address(url: str) -> SplitResult | None:
+    """The parts of a server's address; None: it is none."""
+    try:
+        parts = urlsplit(url)
+        there = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # brackets, a port
+        return None
+    return parts if there else None
 
 
 class RemoteConversation:
@@ -39,8 +49,8 @@ class RemoteConversation:
         passages: int = 3,
         key: str | None = None,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        parts = _address(url)
+        if parts is None:
             raise ValueError(f"url: expected an address as http://127.0.0.1:8000, got {url!r}.")
         self._parts, self._key, self._passages = parts, key, passages
         self._body: dict[str, Any] = {

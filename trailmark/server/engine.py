@@ -172,7 +172,7 @@ class Engine:
                 await done
             raise
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, int]:
         """Rows that are decoded, jobs that wait, prompts and texts that are read.
 
         And since the start: steps of decoding, tokens read and made, jobs that ended, were cancelled or failed.

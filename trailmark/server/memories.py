@@ -16,10 +16,11 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -47,6 +48,7 @@ from trailmark.trace.texts import sources_of
 
 logger = logging.getLogger("trailmark.server")
 
+T = TypeVar("T")
 _NAME = re.compile(MEMORY_NAME)
 _TEXTS, _PART = "texts", ".part-"
 _PIECE = 16_384  # tokens between two moments at which a reading may be stopped
@@ -118,6 +120,14 @@ class Memories:
             if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
         )
 
+    def each(self, look: Callable[[str], T]) -> dict[str, T]:
+        """What ``look`` gives for every memory, but for those that are removed meanwhile."""
+        found = {}
+        for name in self.names():
+            with suppress(RequestError):
+                found[name] = look(name)
+        return found
+
     def expect(self, name: str) -> Path:
         """The folder of a memory.
 
@@ -155,7 +165,7 @@ class Memories:
         try:
             known = self._manifest(folder)
             if known is not None:
-                sources = sources_of(known.header.get("notes", {}), "memory", folder)
+                sources = sources_of(known.header.get("notes", {}), folder)
                 found["created"] = int(datetime.fromisoformat(known.date).timestamp())
                 found["model"] = next((own.name for own in self._models.values() if _wrote(own, known)), None)
         except ValueError as error:
@@ -229,7 +239,7 @@ class Memories:
                     400, f"memory: expected one that {served.name!r} wrote, another model did.", "memory"
                 )
             cache: ChunkCache = subject.model.load_cache(folder)
-            sources = _where_they_are(sources_of(cache.notes, "memory", folder), folder)
+            sources = _where_they_are(sources_of(cache.notes, folder), folder)
         except (ValueError, OSError) as error:
             if not (folder / manifest.NAME).exists():  # it is being deleted
                 raise _no_memory() from error

@@ -36,7 +36,7 @@ class Source(Settings):
     """Of the file's bytes, once all of it was read; older memories do not say it."""
 
 
-def sources_of(notes: dict[str, Any], argument: str, memory: Path) -> list[dict[str, Any]]:
+def sources_of(notes: dict[str, Any], memory: Path) -> list[dict[str, Any]]:
     """The notes of each file that a memory holds, which are added to as more are read.
 
     Raises:
@@ -47,7 +47,7 @@ def sources_of(notes: dict[str, Any], argument: str, memory: Path) -> list[dict[
         coerce("sources", found, list[Source])
     except ValueError as error:
         raise ValueError(
-            f"{argument}: expected the notes of trailmark read in {str(memory)!r}, got others "
+            f"memory: expected the notes of trailmark read in {str(memory)!r}, got others "
             f"({str(error).rstrip('.')}). Read the text again, into another memory."
         ) from error
     assert isinstance(found, list)
@@ -133,7 +133,7 @@ def trace_memory(
     expect_choice(subject)
     cache = subject.model.load_cache(memory)
     dtype = None if cache.memory.store is None else cache.memory.store.dtype
-    sources = sources_of(cache.notes, "memory", memory)
+    sources = sources_of(cache.notes, memory)
     if not sources or sum(source["tokens"] for source in sources) != cache.get_seq_length():
         raise ValueError(
             f"memory: expected one that trailmark read made, which names its files, {str(memory)!r} does not: its text "

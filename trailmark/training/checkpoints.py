@@ -34,6 +34,7 @@ from trailmark.files import (
 )
 from trailmark.settings import setting
 from trailmark.training import manifests
+from trailmark.untrusted import first_line
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run in which they lie."""
@@ -116,10 +117,9 @@ def telling_of_files(folder: Path, left: Callable[[], str]) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of them
         if isinstance(error, RuntimeError) and not _OF_FILES.search(str(error)):
             raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ValueError(
-            f"output: cannot save in {str(folder)!r} ({reason}). Free some space and start the same command again; "
-            f"{left()}."
+            f"output: cannot save in {str(folder)!r} ({first_line(error)}). Free some space and start the same "
+            f"command again; {left()}."
         ) from error
 
 

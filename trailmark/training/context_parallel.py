@@ -75,6 +75,3 @@ class Sharing:
         for key, nothing in (("labels", -100), ("loss_weights", 0)):
             part[key] = F.pad(batch[key], (0, 1), value=nothing)[:, first : first + length + 1]
         return part | {key: x for key, x in batch.items() if key not in part}
-
-
-ALONE = Sharing(1)

@@ -217,14 +217,13 @@ def measure_flops_per_second(device: str | torch.device = "cpu", dtype: torch.dt
     return 2 * size**3 * times / min(run(times) for _ in range(3))
 
 
-def describe(
-    estimate: Estimate, flops_per_second: float | None = None, steps: int | None = None
-) -> list[str]:
+def describe(estimate: Estimate, flops_per_second: float, steps: int) -> list[str]:
     """Lines for people: parameters, FLOPs per token, memory by part and at most, time at a speed."""
     each = " of each process" if estimate.world_size > 1 else ""
     part = "" if estimate.trained == estimate.parameters else f"; {_number(estimate.trained)} are trained"
     teacher = f", teacher {_size(estimate.teacher)}" if estimate.teacher else ""
-    lines = [
+    each_step = seconds(estimate, flops_per_second)
+    return [
         f"parameters: {_number(estimate.parameters)} ({_number(estimate.embedding_parameters)} of the vocabulary, "
         f"{_number(estimate.other_parameters)} other){part}",
         f"FLOPs per token: {_number(estimate.training_flops)} forward and backward (three times the forward), "
@@ -233,15 +232,9 @@ def describe(
         f"  weights {_size(estimate.weights)}, gradients {_size(estimate.gradients)}, "
         f"optimizer {_size(estimate.optimizer_state)}, activations {_size(estimate.activations)} "
         f"(logits {_size(estimate.logits)}){teacher}",
+        f"time: at least {_time(each_step)} per step of {estimate.tokens_per_step} tokens, {_time(each_step * steps)} "
+        f"for {steps} steps, at the speed of large matrix products ({_number(flops_per_second)} FLOPs a second)",
     ]
-    if flops_per_second is not None:
-        each_step = seconds(estimate, flops_per_second)
-        whole = "" if steps is None else f", {_time(each_step * steps)} for {steps} steps"
-        lines.append(
-            f"time: at least {_time(each_step)} per step of {estimate.tokens_per_step} tokens{whole}, at the speed of "
-            f"large matrix products ({_number(flops_per_second)} FLOPs a second)"
-        )
-    return lines
 
 
 def _number(value: float) -> str:

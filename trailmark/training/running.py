@@ -208,7 +208,7 @@ class RunningState:
         self.seconds, self._began, self.step = self.seconds + now - self._began, now, step
         if self._is_logged(step):
             if self._watches_retrieval or self._scores_are_few:
-                means = self.retrieval.means(all_reduced)
+                means = self.retrieval.means()
                 self.measured |= {f"retrieval_{name}": value for name, value in means.items()}
             self._note(self.shown())
             self._warn_of_popularity()

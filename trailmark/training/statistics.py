@@ -6,12 +6,13 @@ over micro-batches and, if wanted, processes; nothing waits before :meth:`Retrie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from trailmark.ops import ChunkSelection, score_parts
+from trailmark.processes import all_reduced
 
 # rows of the sums, each [G + 1]: groups, then all together
 _ASKERS, _AGES, _ENTROPIES, _CHOOSERS, _EVENNESS, _READABLE, _UNREAD, _TEXTS, _POPULAR = range(9)
@@ -79,11 +80,8 @@ class RetrievalStatistics:
     def _add_up(self, sums: Tensor) -> None:
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def means(self, add_up: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
-        """The statistics so far, as numbers, and begin anew. Waits for the device.
-
-        Args:
-            add_up: float64 [9, G + 1] -> its sum over processes.
+    def means(self) -> dict[str, float]:
+        """The statistics of all processes so far, as numbers, and begin anew. Waits for the device.
 
         Returns:
             ``age entropy evenness never_read popular`` over all groups, and with more than one, ``group_0/age`` ... of
@@ -93,7 +91,7 @@ class RetrievalStatistics:
         if self._sums is None:
             return {}
         sums, self._sums = self._sums, None
-        rows = (sums if add_up is None else add_up(sums)).tolist()
+        rows = all_reduced(sums).tolist()
         groups = len(rows[0]) - 1
         found: dict[str, float] = {}
         for column in (groups, *(range(groups) if groups > 1 else ())):

@@ -27,7 +27,7 @@ from trailmark import pretrained
 from trailmark.processes import all_reduced, world_size
 from trailmark.training import states
 from trailmark.training.config import TrainingConfig
-from trailmark.training.context_parallel import ALONE, Sharing
+from trailmark.training.context_parallel import Sharing
 from trailmark.training.loss import Called, Meter, total_weight, weighted_loss
 from trailmark.training.optimizer import MuonAdamW, by_rate, parameter_groups, vocabulary_of
 from trailmark.training.parts import is_addition
@@ -38,7 +38,7 @@ from trailmark.training.tasks import Batch, Task, share_of
 class Batches(IterableDataset[Batch]):
     """This process's micro-batches, step by step, from step ``start``."""
 
-    def __init__(self, task: Task, steps: int, micro: int, sharing: Sharing = ALONE) -> None:
+    def __init__(self, task: Task, steps: int, micro: int, sharing: Sharing) -> None:
         self.task, self.steps, self.micro, self.start, self.sharing = task, steps, micro, 0, sharing
 
     def __iter__(self) -> Iterator[Batch]:

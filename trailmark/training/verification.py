@@ -8,6 +8,7 @@ from pathlib import Path
 from trailmark.data import prepare, shards
 from trailmark.data.neighbours import files as neighbour_files
 from trailmark.data.neighbours import table as neighbours
+from trailmark.files import Progress
 from trailmark.memory import manifest as memory_manifest
 from trailmark.memory import verification as memory
 from trailmark.training import checkpoints
@@ -19,8 +20,6 @@ from trailmark.training.final_model import (
     lacks_manifest,
     verify_model,
 )
-
-Progress = Callable[[int, int], None]
 
 
 def verify(

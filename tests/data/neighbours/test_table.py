@@ -32,6 +32,7 @@ from trailmark.data.shards import Corpus
 from trailmark.files import locked, read_json
 from trailmark.models import DRTConfig, DRTForCausalLM, RPTConfig, RPTForCausalLM
 from trailmark.models.grid import lay_out
+from trailmark.training.neighbours import rule_for
 
 L, S, K = 330, 16, 4  # 20 chunks and 10 tokens in a window
 BYTES = load_tokenizer()
@@ -39,7 +40,7 @@ TEXT = tokenize([prose(11, 900)], BYTES)
 CORPUS = Corpus.of_tokens(TEXT)
 WINDOWS = len(TEXT) // L
 HASH = open_embedder("hash:256", BYTES)
-RULE = Rule.of("rpt", S, 48)
+RULE = rule_for("rpt", S, 48)
 
 
 def build(output: Path, corpus: Corpus = CORPUS, **changes: Any) -> NeighbourTable:
@@ -88,12 +89,12 @@ def test_the_models_rules(chunks: int, size: int, window: int) -> None:
     cpu = torch.device("cpu")
     # what DRTConfig.first_visible and RPTConfig.first_visible add to the closing position
     drt = lay_out(chunks * size, size).candidates(1 + size - (window - 1), cpu)
-    assert Rule.of("drt", size, window).num_candidates(chunks, size).tolist() == drt.tolist()
+    assert rule_for("drt", size, window).num_candidates(chunks, size).tolist() == drt.tolist()
     rpt = lay_out(chunks * size, size, landmarks=False).candidates(size - window, cpu)
-    assert Rule.of("rpt", size, window).num_candidates(chunks, size).tolist() == rpt.tolist()
+    assert rule_for("rpt", size, window).num_candidates(chunks, size).tolist() == rpt.tolist()
     every = lay_out(chunks * size, size).candidates(None, cpu)
     for architecture in ("drt", "rpt"):
-        assert Rule.of(architecture, size, None).num_candidates(chunks, size).tolist() == every.tolist()
+        assert rule_for(architecture, size, None).num_candidates(chunks, size).tolist() == every.tolist()
 
 
 SIZES: dict[str, Any] = {
@@ -120,7 +121,7 @@ def test_a_table_holds_what_a_model_finds_itself(architecture: str, exclude: boo
     else:
         model = RPTForCausalLM(RPTConfig(**SIZES, exclude_visible_chunks=exclude))
     model.eval().embedder = HASH
-    table = build(tmp_path, rule=Rule.of(architecture, S, 48 if exclude else None))
+    table = build(tmp_path, rule=rule_for(architecture, S, 48 if exclude else None))
     ids = torch.from_numpy(TEXT[: 3 * L].reshape(3, L).astype(np.int64))
     with torch.no_grad():
         found = model(ids, output_retrieval=True)
@@ -380,8 +381,6 @@ def test_what_cannot_be_built(changes: Any, message: str, tmp_path: Path) -> Non
 
 
 def test_rules_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"^architecture: expected rpt or drt, got 'gpt'"):
-        Rule.of("gpt", S, None)
     for window, reader in ((0, 0), (5, -1)):
         with pytest.raises(ValueError, match=r"^sliding_window, last_reader: "):
             Rule(window, reader)
@@ -394,10 +393,6 @@ def test_rules_that_cannot_be() -> None:
         ({"tokenizer_fingerprint": "0" * 64}, "expected a table for tokenizer with fingerprint 0000"),
         ({"context_length": 512}, f"for context_length 512, .* is one for {L}"),
         ({"chunk_size": 64}, f"for chunk_size 64, .* is one for {S}"),
-        ({"embedder_fingerprint": "0" * 64}, "for embedder with fingerprint"),
-        ({"rule": Rule()}, r"every chunk before .* is one for --architecture rpt --window 48"),
-        ({"count": 5}, "with at least 5 neighbours .* has 4"),
-        ({"kind": "targets"}, "for kind targets, .* is one for embedder"),
     ],
 )
 def test_a_table_of_something_else(whole: Path, wanted: Any, message: str) -> None:
@@ -409,12 +404,9 @@ def test_a_table_of_something_else(whole: Path, wanted: Any, message: str) -> No
         tokenizer_fingerprint=HASH.tokenizer_fingerprint,
         context_length=L,
         chunk_size=S,
-        embedder_fingerprint=HASH.fingerprint,
-        rule=RULE,
-        count=K,
-        kind="embedder",
     )
     assert table.manifest["embedder"]["spec"] == "hash:256"
+    assert str(table.rule) == "--architecture rpt --window 48 (last reader 15 on)"
 
 
 def test_damaged_tables(whole: Path, tmp_path: Path) -> None:
@@ -490,7 +482,8 @@ def test_a_table_of_scores_by_hand(tmp_path: Path) -> None:
 
     write_table(tmp_path, about, (3, 2, 2), "float32", make, 2, command="trailmark targets")
     assert calls == [(0, 2), (2, 3)]
-    table = NeighbourTable.open(tmp_path, kind="targets", tokenizer_fingerprint="t", rule=Rule())
+    table = NeighbourTable.open(tmp_path, tokenizer_fingerprint="t")
+    assert (table.manifest["kind"], table.rule) == ("targets", Rule())
     found, own = table.batch([2, 0])
     assert own is not None
     assert (found.tolist(), own.tolist()) == (indices[[2, 0]].tolist(), scores[[2, 0]].tolist())
@@ -520,7 +513,8 @@ def test_the_command(tmp_path: Path, command: Callable[..., tuple[int, str, str]
             in out
         )
         assert f"data.paths={tmp_path / 'corpus'} data.neighbours={folder}" in out
-        table = NeighbourTable.open(folder, corpus=corpus, rule=Rule.of("rpt", 16, 40), kind="embedder")
+        table = NeighbourTable.open(folder, corpus=corpus)
+        assert (table.manifest["kind"], table.rule) == ("embedder", rule_for("rpt", 16, 40))
         assert table.manifest["embedder"]["spec"] == (
             f"bm25:{folder / 'bm25.json'}" if embedder == "bm25" else "hash:1024"
         )

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trailmark.data.chat import ChatTurns
+from trailmark.data.chat import ChatTurns, control_ids
 from trailmark.data.corpus import Tokens, tokenize, tokenize_parts
 from trailmark.data.draws import Draws
 from trailmark.data.needles.words import WORDS
@@ -356,10 +356,8 @@ def alphabet(tokenizer: Any, values: str) -> Integers:
         return np.array(sorted(ids))
     if values != "tokens":
         raise ValueError(f"values: expected 'tokens' or 'digits', got {values!r}.")
-    special = {*tokenizer.all_special_ids}
-    special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     separators = {token for text in ("|", "->", ",") for token in _tokens(text, tokenizer).tolist()}
-    ids = {*tokenizer.get_vocab().values()} - special - separators
+    ids = {*tokenizer.get_vocab().values()} - control_ids(tokenizer) - separators
     if not ids:
         raise ValueError("tokenizer: expected tokens to make values of, got none but special ones.")
     return np.array(sorted(ids))

@@ -20,6 +20,7 @@ from torch import Tensor
 from trailmark.data.neighbours.bm25 import load_bm25
 from trailmark.data.neighbours.text_embedders import SentenceTransformersEmbedder, TransformersEmbedder
 from trailmark.data.neighbours.token_embedders import HASH_SIZE, Bm25Embedder, HashEmbedder
+from trailmark.untrusted import first_line
 
 KINDS = ("hash", "bm25", "transformers", "sentence-transformers")
 _MOST = 1 << 17  # numbers of a vector: hundreds of them are in memory at a time
@@ -87,9 +88,8 @@ def device_named(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # "meta" has shapes alone
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # each kind fails in its own way
-        first = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
-            f"device: expected one to compute on, cpu or cuda, got {name!r} ({first}). Leave it out for cuda if there "
-            "is one, else the CPU."
+            f"device: expected one to compute on, cpu or cuda, got {name!r} ({first_line(error)}). Leave it out "
+            "for cuda if there is one, else the CPU."
         ) from error
     return device

@@ -70,20 +70,6 @@ class Rule:
                 f"{self.sliding_window} and {self.last_reader}."
             )
 
-    @classmethod
-    def of(cls, architecture: str, chunk_size: int, sliding_window: int | None) -> Rule:
-        """That of a model; ``sliding_window`` None: chunks in the window are not excluded.
-
-        "rpt": the neighbours of c are read by its last token and the S - 1 tokens after it. "drt": by chunk c + 1 and
-        its landmark.
-        """
-        if architecture not in ("rpt", "drt"):
-            raise ValueError(f"architecture: expected rpt or drt, got {architecture!r}.")
-        if sliding_window is None:
-            return cls()
-        landmarks = architecture == "drt"
-        return cls(sliding_window, chunk_size + 1 if landmarks else chunk_size - 1, landmarks)
-
     def __str__(self) -> str:
         if self.sliding_window is None:
             return "every chunk before (no --window)"
@@ -308,17 +294,11 @@ class NeighbourTable:
         tokenizer_fingerprint: str | None = None,
         context_length: int | None = None,
         chunk_size: int | None = None,
-        count: int | None = None,
-        embedder_fingerprint: str | None = None,
-        rule: Rule | None = None,
-        kind: str | None = None,
     ) -> NeighbourTable:
         """A table that ``trailmark neighbours`` made. The files' sizes are checked, no content: see :meth:`verify`.
 
         Args:
-            corpus, tokenizer_fingerprint, context_length, chunk_size, embedder_fingerprint, rule, kind: refuse a table
-                of another one; None: any.
-            count: refuse a table with fewer neighbours per chunk.
+            corpus, tokenizer_fingerprint, context_length, chunk_size: refuse a table of another one; None: any.
 
         Raises:
             ValueError: no table, a newer format, a broken manifest, missing or cut files, a table of something else.
@@ -331,23 +311,15 @@ class NeighbourTable:
             "tokenizer": (known.tokenizer_fingerprint, tokenizer_fingerprint),
             "context_length": (known.context_length, context_length),
             "chunk_size": (known.chunk_size, chunk_size),
-            "embedder": (known.embedder.get("fingerprint"), embedder_fingerprint),
-            "rule": (table.rule, rule),
-            "kind": (known.kind, kind),
         }
         for name, (own, wanted) in made_for.items():
             if wanted is not None and own != wanted:
-                what = " with fingerprint" if name in ("corpus", "tokenizer", "embedder") else ""
+                what = " with fingerprint" if name in ("corpus", "tokenizer") else ""
                 command = "targets" if known.kind == "targets" else "neighbours"
                 raise ValueError(
                     f"neighbours: expected a table for {name}{what} {wanted}, {str(folder)!r} is one for {own}. "
                     f"Make one that fits with trailmark {command}, into another folder."
                 )
-        if count is not None and table.count < count:
-            raise ValueError(
-                f"neighbours: expected a table with at least {count} neighbours for each chunk, {str(folder)!r} has "
-                f"{table.count}. Make one with --count {count}, or read fewer."
-            )
         KIND.expect_lengths(folder, table._files())
         return table
 
@@ -391,11 +363,7 @@ class NeighbourTable:
         KIND.verify(self.folder, self._files(), progress)
 
     def _files(self) -> dict[str, FileEntry]:
-        return {
-            name: FileEntry(entry.bytes, entry.sha256)
-            for name, entry in self._known.files.items()
-            if name in self._dtypes()
-        }
+        return {name: FileEntry(entry.bytes, entry.sha256) for name, entry in self._known.files.items()}
 
     def _dtypes(self) -> dict[str, np.dtype[Any]]:
         return file_dtypes(self._known.scores)

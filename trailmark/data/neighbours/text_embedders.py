@@ -23,6 +23,7 @@ from trailmark import pretrained
 from trailmark.data.corpus import tokenizer_fingerprint, vocabulary_size
 from trailmark.data.neighbours.token_embedders import as_arrays, fingerprint_of
 from trailmark.network import from_pretrained_options
+from trailmark.untrusted import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -257,11 +258,11 @@ def expect_encoder(spec: str, name: str) -> bool:
 
 
 def no_encoder(spec: str, error: Exception) -> ValueError:
-    first = next(iter(str(error).splitlines()), "") or type(error).__name__
     where = "" if Path(spec.partition(":")[2]).is_dir() else "no such folder; as a hub name: "
     return ValueError(
-        f"embedder: expected an encoder that can be loaded, {spec!r} cannot ({where}{first}). Name a folder with its "
-        "weights, configuration and tokenizer, or a hub name where there is a network; hash and bm25 need no weights."
+        f"embedder: expected an encoder that can be loaded, {spec!r} cannot ({where}{first_line(error)}). Name a "
+        "folder with its weights, configuration and tokenizer, or a hub name where there is a network; hash and bm25 "
+        "need no weights."
     )
 
 

@@ -19,6 +19,7 @@ from trailmark.evaluation.record import Part, Record
 from trailmark.evaluation.subject import Subject
 from trailmark.settings import nearest
 from trailmark.statistics import score_interval
+from trailmark.untrusted import first_line
 
 
 def run(
@@ -138,7 +139,7 @@ class _Cell:
                 )
             except (ConnectionError, FileNotFoundError) as error:
                 raise ValueError(
-                    f"tasks: cannot have the data of {self.task} ({str(error).splitlines()[0]}). It comes from the "
+                    f"tasks: cannot have the data of {self.task} ({first_line(error)}). It comes from the "
                     "hub, which needs the network once. Tasks that make their own need none: "
                     + ", ".join(ruler.MADE)
                 ) from error
