@@ -10,9 +10,6 @@ needle at 1 to 64 training lengths), "cost" (a training step of each row in turn
 that does nothing else). Rows come in the order of their weight, each is trained in a process of its own and kept at
 once; stopped at any time, the same command goes on, trainings from their checkpoints. compare_rows.py says what the
 rows are.
-
-On a CUDA device the same command trains text rows of about 30M parameters on GPT-2's tokens (TRAILMARK_DATA/tokenizer),
-and writes benchmarks/compare-cuda.json. That has not been run yet: there was no such device.
 """
 
 from __future__ import annotations
@@ -30,10 +27,20 @@ from pathlib import Path
 from typing import Any
 
 import compare_tables
-import torch
 from common import ROOT, Timers, data_folder, expect_settings, interleaved, parameters
 from compare_measure import MEASURED_FILE, asked, recorded_levels, row_config, text_tokenizer
-from compare_rows import NEEDLE_LENGTH, ROWS, SEEDS, SIZES, jobs, measured, times
+from compare_rows import (
+    NEEDLE_LENGTH,
+    NEEDLE_STEPS,
+    ROWS,
+    SEEDS,
+    TEXT_STEPS,
+    TOKENS_PER_STEP,
+    VOCABULARY,
+    jobs,
+    measured,
+    times,
+)
 from training import BareLoop
 from training_text import prepared, settings_of
 
@@ -42,17 +49,12 @@ from trailmark.data.shards import Corpus
 from trailmark.evaluation.record import environment
 from trailmark.files import read_json, write_json
 from trailmark.machine import start_again_set_up
-from trailmark.training.forecast import measure_speed
 from trailmark.training.run import Run
 
 OUTPUT = Path(__file__).with_suffix(".json")
 FOLDER = ROOT / "runs" / "benchmark-compare"
 MEASURE = str(Path(__file__).with_name("compare_measure.py"))
 Found = dict[str, Any]
-
-
-def device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 # --- the record ----------------------------------------------------------------------------------------------
@@ -62,12 +64,10 @@ class Comparison:
     """The JSON file; a part of other settings is refused, not mixed."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments, self.device = arguments, device()
-        default = OUTPUT.with_stem("compare-cuda") if self.device == "cuda" else OUTPUT
-        self.output: Path = arguments.output or default
+        self.arguments = arguments
+        self.output: Path = arguments.output
         self.folder: Path = arguments.folder
         self.record: Found = read_json(self.output) or {}
-        self.sizes = SIZES[self.device]
 
     def part(self, name: str, settings: Found) -> Found:
         kept = self.record.setdefault(
@@ -88,18 +88,16 @@ class Comparison:
             "row": row,
             "seed": seed,
             "steps": steps,
-            "device": self.device,
             "folder": str(self.folder.resolve()),
-            "vocabulary": self.arguments.vocabulary or self.sizes.vocabulary,
+            "vocabulary": self.arguments.vocabulary,
             "changes": self.arguments.set,
-            "asked": asked(self.sizes) if part == "needles" else None,
+            "asked": asked() if part == "needles" else None,
         }
 
     def corpus(self) -> tuple[Corpus, Any]:
         """What the rows of text train on, made where it is not there yet, and its tokenizer."""
         folder = self.folder.resolve() / "text"
-        vocabulary = self.arguments.vocabulary or self.sizes.vocabulary
-        tokenizer = text_tokenizer(folder, self.sizes, vocabulary)
+        tokenizer = text_tokenizer(folder, self.arguments.vocabulary)
         corpus = prepared(data_folder("books") / "train", folder / "train", tokenizer)
         return corpus, load_tokenizer(str(tokenizer))
 
@@ -107,7 +105,7 @@ class Comparison:
         corpus, loaded = self.corpus()
         base = row_config(self.job("text", "Base", 0, 1))
         settings = {
-            "steps": self._steps("text", self.sizes.text_steps),
+            "steps": self._steps("text", TEXT_STEPS),
             **settings_of(base, corpus, loaded),
             "books": [file.name for file in files_below(data_folder("books") / "test")],
             "changes": self.arguments.set,
@@ -116,27 +114,19 @@ class Comparison:
 
     def needles(self) -> None:
         settings = {
-            "steps": self._steps("needles", self.sizes.needle_steps),
-            "tokens_per_step": self.sizes.needle_tokens_per_step,
+            "steps": self._steps("needles", NEEDLE_STEPS),
+            "tokens_per_step": TOKENS_PER_STEP,
             "length": NEEDLE_LENGTH,
-            **asked(self.sizes),
+            **asked(),
             "changes": self.arguments.set,
         }
         self._rows("needles", settings)
 
     def _steps(self, part: str, default: int) -> int:
-        """Of all rows: those of the record, of --steps, or as many as the slowest row takes --minutes for."""
-        if part in self.record and self.arguments.steps is None:
-            return int(self.record[part]["settings"]["steps"])
+        """Of all rows: those of --steps, or of the record."""
         if self.arguments.steps is not None:
             return int(self.arguments.steps)
-        if self.arguments.minutes is None:
-            return default
-        names = [name for name in ROWS if measured(part, name)]
-        slowest = max(
-            times(part, name) * measure_speed(Run(row_config(self.job(part, name, 0, 1)))) for name in names
-        )
-        return max(1, int(self.arguments.minutes * 60 / slowest))
+        return int(self.record[part]["settings"]["steps"]) if part in self.record else default
 
     def _rows(self, name: str, settings: Found) -> None:
         part, failed = self.part(name, settings), []
@@ -163,7 +153,7 @@ class Comparison:
     def cost(self) -> None:
         """Steps of every row in turn, so that all meet the same machine; then memory, each in its own process."""
         rounds = self.arguments.rounds
-        settings = {"rounds": rounds, "vocabulary": self.arguments.vocabulary or self.sizes.vocabulary}
+        settings = {"rounds": rounds, "vocabulary": self.arguments.vocabulary}
         settings |= {"changes": self.arguments.set}
         part = self.part("cost", settings)
         names = [name for name in ROWS if measured("cost", name)]
@@ -174,7 +164,6 @@ class Comparison:
         loops = {}
         for name in names:
             run = Run(row_config(self.job("text", name, 0, rounds + 2)))
-            run.model.to(self.device)
             loops[name] = BareLoop(run, Timers())
             del run.__dict__["model"]  # the loop has a copy of its own
         numbers = dict.fromkeys(names, 0)
@@ -184,8 +173,6 @@ class Comparison:
             began = time.perf_counter()
             tokens = loops[name].step(numbers[name])
             numbers[name] += 1
-            if self.device == "cuda":
-                torch.cuda.synchronize()
             return (time.perf_counter() - began) / tokens
 
         seconds = interleaved({name: partial(step, name) for name in names}, rounds)
@@ -224,11 +211,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--rows", nargs="+", choices=list(ROWS), metavar="ROW", help="of text and needles; default: all"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--minutes", type=float, help="of the slowest row: decides the steps of all, once")
-    parser.add_argument("--steps", type=int, help="of all rows; default: compare_rows.py's, or by --minutes")
+    parser.add_argument("--steps", type=int, help="of all rows; default: compare_rows.py's")
     parser.add_argument("--rounds", type=int, default=7, help="of cost")
-    parser.add_argument("--vocabulary", type=int, help="of text")
-    parser.add_argument("--output", type=Path, help="default: benchmarks/compare.json, compare-cuda.json")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="of text")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes of all rows")
     return parser.parse_args(arguments)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import compare_tables
-import torch
 from common import Timers, data_folder, peak_memory
 from compare_rows import (
     CHUNK_SIZE,
@@ -22,8 +21,7 @@ from compare_rows import (
     LEVELS,
     NEEDLE_FACTORS,
     NEEDLE_LENGTH,
-    SIZES,
-    Sizes,
+    QUESTIONS,
     fix_levels,
     folder_name,
     needle_config,
@@ -49,7 +47,7 @@ Found = dict[str, Any]
 
 def measure_row(job: Found) -> None:
     """Train and ask; ``measured.json`` in the model's folder grows by what was asked."""
-    part, sizes = job["part"], SIZES[job["device"]]
+    part = job["part"]
     config = row_config(job)
     output = Path(config.output)
     path, kept = output / MEASURED_FILE, read_json(output / MEASURED_FILE)
@@ -59,7 +57,7 @@ def measure_row(job: Found) -> None:
         )
     train(config, fix_levels if part == "needles" else lambda run: None)
     subject = load(output)
-    model = subject.model.to(job["device"]).eval()
+    model = subject.model.eval()
     found: Found = kept or {
         "job": job,
         "row": job["row"],
@@ -71,9 +69,9 @@ def measure_row(job: Found) -> None:
         "results": [],
     }
     if part == "needles":
-        ask_needles(model, found, path, sizes)
+        ask_needles(model, found, path)
     else:
-        length = text_config("Base", 0, sizes, job["changes"]).training.context_length
+        length = text_config("Base", 0, job["changes"]).training.context_length
         measure_text(model, found, path, test_stretches(subject.tokenizer, FACTORS[-1] * length), length)
     found["measured"] = True
     write_json(path, found)
@@ -89,22 +87,18 @@ def row_config(job: Found) -> RunConfig:
         "training.keep_checkpoints=1",
         "training.eval_steps=null",
         "data.validation=null",
+        "training.precision=float32",  # rows of several machines stand beside each other
     ]
-    if job["device"] == "cpu":
-        changes.append("training.precision=float32")  # rows of several machines stand beside each other
-    sizes = SIZES[job["device"]]
     if job["part"] == "needles":
-        return needle_config(job["row"], job["seed"], sizes, changes)
+        return needle_config(job["row"], job["seed"], changes)
     data = [
         f"data.paths=[{folder / 'train'}]",
-        f"data.tokenizer={text_tokenizer(folder, sizes, job['vocabulary'])}",
+        f"data.tokenizer={text_tokenizer(folder, job['vocabulary'])}",
     ]
-    return text_config(job["row"], job["seed"], sizes, [*data, *changes])
+    return text_config(job["row"], job["seed"], [*data, *changes])
 
 
-def text_tokenizer(folder: Path, sizes: Sizes, vocabulary: int | None) -> Path:
-    if vocabulary is None:
-        return data_folder("") / "tokenizer" / "gpt2"
+def text_tokenizer(folder: Path, vocabulary: int) -> Path:
     return trained_tokenizer(files_below(data_folder("books") / "train"), vocabulary, folder / "tokenizer")
 
 
@@ -126,7 +120,7 @@ def measure_text(
         print(f"  {factor * length:,} tokens: {compare_tables.perplexity(result):.3f}", flush=True)
 
 
-def ask_needles(model: TrailmarkForCausalLM, found: Found, path: Path, sizes: Sizes) -> None:
+def ask_needles(model: TrailmarkForCausalLM, found: Found, path: Path) -> None:
     """A single needle at a chunk's end."""
     tokenizer = load_tokenizer("bytes")
     text = tokenize(standard_library_texts("haystack"), tokenizer)
@@ -140,7 +134,7 @@ def ask_needles(model: TrailmarkForCausalLM, found: Found, path: Path, sizes: Si
         if anew and done and done[max(done)] == 0:
             break  # none right of a shorter text: to read longer ones for each question says no more
         length, began = factor * NEEDLE_LENGTH, time.perf_counter()
-        settings = NeedleSettings((length,), format="marks", questions=sizes.questions[anew], phases="end")
+        settings = NeedleSettings((length,), format="marks", questions=QUESTIONS[anew], phases="end")
         (result,) = measure(subject, settings, text)
         keep = ("length", "questions", "correct", "accuracy", "accuracy_low", "accuracy_high", "recall")
         found["results"].append(
@@ -150,11 +144,11 @@ def ask_needles(model: TrailmarkForCausalLM, found: Found, path: Path, sizes: Si
         print(f"  {length:,} tokens: {result['correct']} of {result['questions']}", flush=True)
 
 
-def asked(sizes: Sizes) -> Found:
+def asked() -> Found:
     """What a run's configuration does not say of the needles."""
     return {
         "levels": [[share, vars(level)] for share, level in LEVELS],
-        "questions": list(sizes.questions),
+        "questions": list(QUESTIONS),
     }
 
 
@@ -166,13 +160,11 @@ def recorded_levels(levels: Sequence[tuple[float, Found]]) -> list[list[Any]]:
 def measure_memory(job: Found) -> None:
     """Bytes that two steps take above what process and model had: printed as JSON."""
     run = Run(row_config(job | {"part": job["of"]}))
-    run.model.to(job["device"])
     loop = BareLoop(run, Timers())
-    before = torch.cuda.memory_allocated() if job["device"] == "cuda" else peak_memory()
+    before = peak_memory()
     for number in range(2):
         loop.step(number)
-    peak = torch.cuda.max_memory_allocated() if job["device"] == "cuda" else peak_memory()
-    print(json.dumps({"step_bytes": peak - before}))
+    print(json.dumps({"step_bytes": peak_memory() - before}))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""The rows of benchmarks/compare.py: which configuration each model is, on a CPU and on a CUDA device, for text and for
-needles, and the row of arXiv 2410.01651, Table 1, that it stands for."""
+"""The rows of benchmarks/compare.py: which configuration each model is, for text and for needles.
+
+And the row of arXiv 2410.01651, Table 1, that it stands for.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,6 @@ class Row:
 
     text: tuple[str, ...] | None
     needles: tuple[str, ...] | None
-    cuda: tuple[str, ...] = ()  # changes of text on a CUDA device, after those of LARGE
     paper: Paper = Paper()
     cost_only: bool = False
     needle_steps: int = 1  # times those of the others
@@ -63,20 +64,17 @@ ROWS = {
     "Base, wider window": Row(
         ("laptop-base-192",),
         (*_WINDOW, "model.sliding_window=118"),
-        ("model.sliding_window=768",),
         Paper(1.03, 13.96, 13.49),
     ),
     "Base, more layers": Row(
         ("laptop-base-plus1-153",),
         (*_WINDOW, "model.num_hidden_layers=4", "model.intermediate_size=232", "model.sliding_window=89"),
-        ("model.num_hidden_layers=10", "model.sliding_window=614"),
         Paper(1.15, 13.92, 13.37, 3.89, 0.0),
     ),
     "full attention": Row(
         ("laptop-full-attention",),
         # with fast turns alone no place is told from one a few turns away
         (*_WINDOW, "model.sliding_window=null", "model.rope_theta=10000.0"),
-        ("model.sliding_window=null",),
     ),
     "RPT, hash encoder": Row(
         ("laptop-rpt",),
@@ -87,8 +85,6 @@ ROWS = {
     "Landmark": Row(
         ("laptop-landmark",),
         ("needle-landmark",),
-        ("model.num_retrieved_chunks=4", "model.chunk_size=63", "model.max_position_embeddings=768",
-         "model.local_length=441", "training.context_length=756"),
         Paper(1.5, 13.40, 13.21, 97.88, 0.0),
     ),
     "Landmark, twice the steps": Row(None, ("needle-landmark",), needle_steps=2),
@@ -96,8 +92,6 @@ ROWS = {
         ("laptop-block-recurrent",),
         (*_WINDOW, "model.architecture=block_recurrent", "model.sliding_window=48",
          "model.block_size=32"),
-        ("model.sliding_window=768", "model.block_size=512", "model.num_states=512",
-         "model.recurrent_layer=3"),  # of 8, as 4 of 12
         Paper(2.0, 15.00, 14.60, 6.01, 4.29),
     ),
     "DRT x1": Row(_LAPTOP_DRT, _DRT, paper=Paper(1.22, 13.78, 13.21, 98.59, 100.0)),
@@ -177,37 +171,16 @@ def times(part: str, name: str) -> int:
 
 # --- sizes ---------------------------------------------------------------------------------------------------
 
-# of configs/laptop-*.yaml on a CUDA device, those that a configuration has: about 30M parameters with GPT-2's tokens
-LARGE = {"hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 8, "num_lower_layers": 4,
-         "num_attention_heads": 5, "sliding_window": 512, "chunk_size": 64, "num_retrieved_chunks": 8,
-         "logit_scale": 320**-0.5}  # fmt: skip
-_LARGE_TRAINING = {"precision": "bfloat16"}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much is trained and asked on a device."""
-
-    text_steps: int
-    text_tokens_per_step: int
-    context_length: int  # of text; Landmark Attention's is its own
-    needle_steps: int
-    needle_tokens_per_step: int
-    vocabulary: int | None  # None: TRAILMARK_DATA's GPT-2 tokens
-    questions: tuple[int, int]  # of each length; of models that read a haystack anew for each question
-    large: bool
-
-
-SIZES = {
-    "cpu": Sizes(200, 4096, 1024, 500, 4096, 4096, (200, 100), False),
-    "cuda": Sizes(2000, 65_536, 4096, 2600, 4096, None, (300, 100), True),
-}
+TEXT_STEPS, NEEDLE_STEPS, TOKENS_PER_STEP = 200, 500, 4096
+CONTEXT_LENGTH = 1024  # of text; Landmark Attention's is its own
+VOCABULARY = 4096  # of text
+QUESTIONS = 200, 100  # of each length; of models that read a haystack anew for each question
 FACTORS, NEEDLE_FACTORS = (1, 4, 16), (1, 4, 16, 64)  # of the training length: text, needles
 CHUNK_SIZE, NEEDLE_LENGTH = 32, 1024
 FULL_UP_TO = 16  # training lengths: with full attention a single question at 64 takes minutes on a CPU
 
 
-def text_config(name: str, seed: int, sizes: Sizes, changes: Sequence[str]) -> RunConfig:
+def text_config(name: str, seed: int, changes: Sequence[str]) -> RunConfig:
     """Every row trains on as many tokens a step, in whole texts of its own training length."""
     row = ROWS[name]
     assert row.text is not None
@@ -215,18 +188,11 @@ def text_config(name: str, seed: int, sizes: Sizes, changes: Sequence[str]) -> R
     path = CONFIGS / f"{file}.yaml"
     has = yaml.safe_load(path.read_text())["model"]
     if has["architecture"] != "landmark":
-        own = [f"training.context_length={sizes.context_length}", *own]
-    if sizes.large:
-        own = [
-            *(f"model.{key}={value}" for key, value in LARGE.items() if key in has),
-            *(f"training.{key}={value}" for key, value in _LARGE_TRAINING.items()),
-            *own,
-            *row.cuda,
-        ]
+        own = [f"training.context_length={CONTEXT_LENGTH}", *own]
     overrides = [*_filled_in(own), f"training.seed={seed}", *changes]
-    length = int(_setting(path, overrides, "training", "context_length"))
-    batch = [f"training.tokens_per_step={sizes.text_tokens_per_step}", *changes]
-    asked = int(_setting(path, batch, "training", "tokens_per_step"))
+    length = int(_setting(path, overrides, "context_length"))
+    batch = [f"training.tokens_per_step={TOKENS_PER_STEP}", *changes]
+    asked = int(_setting(path, batch, "tokens_per_step"))
     tokens = max(1, round(asked / length)) * length
     return load_run_config(path, [*overrides, f"training.tokens_per_step={tokens}"])
 
@@ -236,22 +202,22 @@ def _filled_in(changes: Sequence[str]) -> list[str]:
     return [f"model.embedder=transformers:{minilm()}" if change == _MINILM else change for change in changes]
 
 
-def _setting(path: Path, overrides: Sequence[str], section: str, key: str) -> Any:
-    """The last override of a setting, else the file's."""
-    found = yaml.safe_load(path.read_text())[section].get(key)
+def _setting(path: Path, overrides: Sequence[str], key: str) -> Any:
+    """The last override of a setting of the training, else the file's."""
+    found = yaml.safe_load(path.read_text())["training"].get(key)
     for override in overrides:
         name, _, value = override.partition("=")
-        if name == f"{section}.{key}":
+        if name == f"training.{key}":
             found = yaml.safe_load(value)
     return found
 
 
-def needle_config(name: str, seed: int, sizes: Sizes, changes: Sequence[str]) -> RunConfig:
+def needle_config(name: str, seed: int, changes: Sequence[str]) -> RunConfig:
     """Byte models of the demo's size, each with its own configuration's optimizer."""
     needles = ROWS[name].needles
     assert needles is not None
     file, *own = needles
-    settings = ["training.constant_fraction=0.5", f"training.tokens_per_step={sizes.needle_tokens_per_step}"]
+    settings = ["training.constant_fraction=0.5", f"training.tokens_per_step={TOKENS_PER_STEP}"]
     overrides = [*_filled_in(own), *settings, f"training.seed={seed}", *changes]
     return load_run_config(CONFIGS / f"{file}.yaml", overrides)
 

@@ -5,7 +5,7 @@
 Each part writes its results into benchmarks/explorer.json; without a name, all run. "reading": seconds of reading a
 text, of a full forward over it, of its trace and of its page; the first three go over the text side by side, 32,768
 tokens each in turn, so that what else the machine does falls on all alike. "commands": ``trailmark read`` and
-``trailmark explore`` from start to end, in processes of their own. "page": bytes, compression, first paint and
+``trailmark explore`` from start to end, in processes of their own. "page": bytes, first paint and
 interactions in headless Chromium, for a real text read by the model and for a made-up one of words (as of a BPE
 vocabulary). The text is of the Python standard library's sources, or with TRAILMARK_DATA of its books.
 """
@@ -13,7 +13,6 @@ vocabulary). The text is of the Python standard library's sources, or with TRAIL
 from __future__ import annotations
 
 import argparse
-import gzip
 import os
 import shutil
 import subprocess
@@ -32,7 +31,6 @@ from tests.report.traces import made_up
 from trailmark.data.corpus import Tokens, read_texts, standard_library_texts, tokenize
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
-from trailmark.report.explorer.data import collect, pack
 from trailmark.report.explorer.page import build
 from trailmark.trace.lines import Entry, TraceHeader, read_trace, write_lines
 from trailmark.trace.losses import nats
@@ -41,7 +39,6 @@ from trailmark.trace.tracer import Tracer
 
 OUTPUT = Path(__file__).with_suffix(".json")
 _TURN = 32_768  # tokens that each way of reading takes in turn
-_LEVELS = (1, 4, 6, 9)
 _PARTS = ("reading", "commands", "page")
 
 
@@ -60,21 +57,20 @@ def text_of(subject: Subject, count: int) -> tuple[str, Tokens]:
 
 
 class Clock:
-    """Seconds on the clock and of this process' processors."""
+    """Seconds."""
 
     def __init__(self) -> None:
-        self.seconds = self.cpu = 0.0
+        self.seconds = 0.0
 
     def run(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        began, busy = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
         try:
             return work(*arguments)
         finally:
             self.seconds += time.perf_counter() - began
-            self.cpu += time.process_time() - busy
 
     def shown(self, tokens: int) -> dict[str, float]:
-        return {"seconds": self.seconds, "cpu_seconds": self.cpu, "tokens_per_second": tokens / self.seconds}
+        return {"seconds": self.seconds, "tokens_per_second": tokens / self.seconds}
 
 
 @torch.no_grad()
@@ -133,13 +129,9 @@ def reading(subject: Subject, tokens: Tokens, trace: Path) -> dict[str, Any]:
     found: dict[str, Any] = {name: clock.shown(len(tokens)) for name, clock in clocks.items()}
     whole = Clock()
     whole.seconds = clocks["trace"].seconds + clocks["page"].seconds
-    whole.cpu = clocks["trace"].cpu + clocks["page"].cpu
     found["trace and page"] = whole.shown(len(tokens))
     found["ratios"] = {
-        f"trace and page / {name}": {
-            "seconds": whole.seconds / clocks[name].seconds,
-            "cpu_seconds": whole.cpu / clocks[name].cpu,
-        }
+        f"trace and page / {name}": {"seconds": whole.seconds / clocks[name].seconds}
         for name in ("read", "forward")
     }
     about = {"tokens": len(tokens), "bytes": built.bytes, "model": subject.identity()}
@@ -162,25 +154,12 @@ def commands(model: Path, text: Path, folder: Path, rounds: int) -> dict[str, An
     return {name: spread(own) for name, own in (*seconds.items(), ("explore / read", ratios))}
 
 
-def compression(header: TraceHeader, entries: Iterable[Entry]) -> dict[str, Any]:
-    """Seconds and bytes of each level, and what each array takes."""
-    arrays = collect(header, entries).arrays
-    levels = {}
-    for level in _LEVELS:
-        clock = Clock()
-        packed = clock.run(pack, arrays, level)[1]
-        levels[str(level)] = {"bytes": len(packed), "cpu_seconds": clock.cpu}
-    sizes = {name: len(gzip.compress(values.tobytes(), 4)) for name, values in arrays.items()}
-    return {"levels": levels, "compressed_bytes": sizes}
-
-
 def page_of(header: TraceHeader, entries: list[Entry], path: Path, rounds: int) -> dict[str, Any]:
     """What a page takes to be made, to be kept and to be used."""
     clock = Clock()
     built = clock.run(build, header, entries, path)
     print(f"== {path.stem}: {built.bytes / 1e6:.1f} MB", flush=True)
-    about = {"bytes": built.bytes, "seconds": clock.seconds, "cpu_seconds": clock.cpu}
-    return about | {"compression": compression(header, entries)} | in_a_browser(path, rounds)
+    return {"bytes": built.bytes, "seconds": clock.seconds} | in_a_browser(path, rounds)
 
 
 def main() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,23 +21,13 @@ _ARM = """type => {
         requestAnimationFrame(() => requestAnimationFrame(() => { window.took = performance.now() - began; }));
     }, {capture: true});
 }"""
-# what blocks the page longer than 50 ms, also after that frame
-_WATCH = """() => {
-    window.longest = 0;
-    new PerformanceObserver(list => {
-        for (const entry of list.getEntries()) window.longest = Math.max(window.longest, entry.duration);
-    }).observe({type: "longtask"});
-}"""
-_TASK = "ThreadControllerImpl::RunTask"
-_SETTLE = 250  # milliseconds after an interaction in which long tasks still count as its own
 _WIDTH, _HEIGHT = 1280, 900
 
 
 def in_a_browser(path: Path, rounds: int) -> dict[str, Any]:
     """Milliseconds until the first paint and until the strip is drawn, and of each interaction.
 
-    Of an interaction: from the input to the end of the frame after it, on the clock; the longest task of the page; and
-    the processor time of the page's thread, in all that it does then ("cpu").
+    Of an interaction: from the input to the end of the frame after it.
     """
     with chromium() as browser:
         opened = [_open(browser, path) for _ in range(rounds)]
@@ -47,22 +35,10 @@ def in_a_browser(path: Path, rounds: int) -> dict[str, Any]:
         page = context.new_page()
         page.goto(path.as_uri(), wait_until="commit")
         _ready(page)
-        page.evaluate(_WATCH)
         found = {}
         for name, (kind, act) in _interactions(page).items():
-            times, longest = [], 0.0
-            for number in range(rounds + 1):
-                page.evaluate("() => { window.longest = 0; }")
-                _timed(page, kind, act, number)
-                if number:  # the first compiles
-                    times.append(page.evaluate("window.took"))
-                    longest = max(longest, page.evaluate("window.longest"))
-            found[name] = spread(times) | {"longest_task": longest}
-            # again, with the browser's own trace, which tells what the page's thread did whatever else the machine does
-            browser.start_tracing(page=page, categories=["toplevel", "devtools.timeline"])
-            for number in range(rounds):
-                _timed(page, kind, act, number)
-            found[name]["cpu"] = _busy(json.loads(browser.stop_tracing())) / rounds
+            times = [_timed(page, kind, act, number) for number in range(rounds + 1)]
+            found[name] = spread(times[1:])  # the first compiles
             print(name, {key: round(value, 1) for key, value in found[name].items()}, flush=True)
         version = browser.version
         context.close()
@@ -71,20 +47,12 @@ def in_a_browser(path: Path, rounds: int) -> dict[str, Any]:
     return {"chromium": version, "open": first, "interactions": found}
 
 
-def _timed(page: Any, kind: str, act: Callable[[int], None], number: int) -> None:
+def _timed(page: Any, kind: str, act: Callable[[int], None], number: int) -> float:
     page.evaluate(_ARM, kind)
     act(number)
     until(page, "window.took !== null", seconds=30)
-    page.wait_for_timeout(_SETTLE)
-
-
-def _busy(trace: dict[str, Any]) -> float:
-    """Milliseconds of processor time of the page's own thread, in a trace of the browser."""
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    drawn = Counter((event["pid"], event["tid"]) for event in events if event["name"] == "FunctionCall")
-    thread = drawn.most_common(1)[0][0]  # where scripts run
-    tasks = [e for e in events if (e["pid"], e["tid"]) == thread and e["name"] == _TASK]
-    return sum(task.get("tdur", 0) for task in tasks) / 1000  # the last may be unfinished
+    took: float = page.evaluate("window.took")
+    return took
 
 
 def _ready(page: Any) -> None:

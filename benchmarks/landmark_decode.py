@@ -141,11 +141,11 @@ def cells_of(num_tokens: int, config: LandmarkConfig) -> int:
     return num_tokens // cell_tokens(config) - 1
 
 
-def short_text(model: LandmarkForCausalLM, tier: str = "host") -> ChunkCache:
+def short_text(model: LandmarkForCausalLM) -> ChunkCache:
     """After four cells, and of a fifth the chunks of its first half."""
     config = model.config
     count = 4 * cell_tokens(config) + cell_chunks(config) // 2 * config.chunk_size
-    cache = model.new_cache(tier)
+    cache = model.new_cache("host")
     model.read(ids(count, config.vocab_size), cache)
     return cache
 

@@ -77,7 +77,6 @@ def measure(name: str, seed: int, folder: Path) -> dict[str, Any]:
         config,
         model=config.model | changes.get("model", {}),
         data=replace(config.data, **changes.get("data", {})),
-        training=replace(config.training, **changes.get("training", {})),
     )
     tokenizer = load_tokenizer(config.data.tokenizer)
     progress = Progress()

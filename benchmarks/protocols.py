@@ -21,7 +21,7 @@ import compare
 import landmark_models
 from common import data_folder, expect_settings
 from compare_measure import row_config
-from compare_rows import ROWS, SEEDED, SEEDS
+from compare_rows import ROWS, SEEDED, SEEDS, TEXT_STEPS
 from compare_tables import over_seeds
 from tables import Column, Columns, Row, on_machine, record, table
 from training_text import train
@@ -46,7 +46,7 @@ def of_compare(row: str, seed: int) -> Path:
     """The folder of a row of compare.py's text, trained."""
     comparison = compare.Comparison(compare.parse(["text"]))
     comparison.corpus()
-    config = row_config(comparison.job("text", row, seed, comparison.sizes.text_steps))
+    config = row_config(comparison.job("text", row, seed, TEXT_STEPS))
     train(config)
     return Path(config.output)
 

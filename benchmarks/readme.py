@@ -283,15 +283,13 @@ def gpu_line() -> str:
 
 
 def training_text() -> str:
-    """The parts of benchmarks/training.json that were measured, on CUDA besides, and the table of real text."""
+    """The parts of benchmarks/training.json that were measured, on CUDA besides."""
     texts = []
     for name in ("training", "training-cuda"):
         found = record(name)
         texts += [on_machine(*part) for part in training_tables.part_texts(found)]
         if name == "training" and found.get("length", {}).get("results"):
             texts.append("![Time per token by context length](../docs/training-length.png)")
-    if (found := record("training_text")).get("results"):
-        texts.append(on_machine(f"**Real text.** {training_tables.text_text(found)}", found["environment"]))
     return "\n\n".join(texts)
 
 
@@ -345,7 +343,7 @@ def compare_text() -> str:
 
 
 def compare_parts_text() -> str:
-    parts = compare_tables.parts(record("compare"))
+    parts = [*compare_tables.parts(record("compare")), *compare_tables.parts(record("compare_long"))]
     return "\n\n".join(on_machine(f"**{title}.** {text}", part["environment"]) for title, part, text in parts)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common import ROOT, parameters, showing, to_its_end
-from compare_rows import SIZES, folder_name, text_config
+from compare_rows import folder_name, text_config
 from tables import Columns, Row, on_machine, record, table
 from training_text import trained_tokenizer
 
@@ -96,7 +96,7 @@ def trained(name: str, seed: int, folder: Path, progress: Progress) -> Path:
         begin = [f"init_from={made[-1]}"] if made else []
         if name == "Landmark":  # for sources, which are longer than its texts
             begin.append(f"model.max_position_embeddings={LENGTH + LENGTH // 4}")
-        config = text_config(name, seed, SIZES["cpu"], [*first, *begin, *changes])
+        config = text_config(name, seed, [*first, *begin, *changes])
         to_its_end(Run(config, showing(progress, f"{name}, {stage}")))
         made.append(output)
     return made[-1]

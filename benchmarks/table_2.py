@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import ROOT, parameters, showing, to_its_end
-from compare_rows import NEEDLE_LENGTH, ROWS, SIZES, folder_name, needle_config
+from compare_rows import NEEDLE_LENGTH, ROWS, folder_name, needle_config
 from tables import RIGHT, Column, Columns, Row, cell, on_machine, record, table
 
 from trailmark.data.corpus import load_tokenizer, standard_library_texts, tokenize
@@ -102,7 +102,7 @@ def trained(name: str, task: str, seed: int, folder: Path, progress: Progress) -
             changes += [f"data.answer_weight={ANSWER_WEIGHT}", f"init_from={[*made.values()][-1]}"]
         else:
             changes += ["data.task=text", "data.early_landmarks=0"]
-        config = needle_config(name, seed, SIZES["cpu"], changes)
+        config = needle_config(name, seed, changes)
         to_its_end(Run(config, showing(progress, f"{name}, {task}, {stage.name}")))
         made[stage.name] = output
     return made

@@ -1,13 +1,12 @@
-"""What training costs beside the model's own arithmetic, how its time grows with the context, and what it learns.
+"""What training costs beside the model's own arithmetic, and how its time grows with the context.
 
     python benchmarks/training.py overhead         trailmark train against a bare loop of the same training
     python benchmarks/training.py loader           batches alone against what the demo's model consumes
     python benchmarks/training.py length           time per token by context length
-    TRAILMARK_DATA=... python benchmarks/training.py text     real text: see training_text.py
 
-Each but the last writes its part of benchmarks/training.json (on CUDA training-cuda.json) as it goes and, started
-again, goes on where it was stopped; a part with other settings or from another machine is measured anew. What is
-compared is interleaved in one process.
+Each writes its part of benchmarks/training.json (on CUDA training-cuda.json) as it goes and, started again, goes on
+where it was stopped; a part with other settings or from another machine is measured anew. What is compared is
+interleaved in one process.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import training_text
 import transformers
 from accelerate import Accelerator
 from common import CONFIGS, ROOT, Timers, interleaved, parameters, spread
 from torch import nn
+from training_text import prepared_bytes
 
 from trailmark.data.shards import Corpus
 from trailmark.evaluation.record import environment
@@ -233,7 +232,7 @@ def loader(arguments: argparse.Namespace, record: Record) -> None:
     part = record.part("loader", settings, arguments.again)
     if part["results"]:
         return
-    corpus = training_text.prepared_bytes(FOLDER)
+    corpus = prepared_bytes(FOLDER)
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
         run = Run(load_run_config(CONFIGS / "needle-drt.yaml", [f"output={folder}"]))
@@ -407,7 +406,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     one.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
     )
-    training_text.add_arguments(parts.add_parser("text", help=(training_text.__doc__ or "").splitlines()[0]))
     return parser.parse_args(arguments)
 
 
@@ -422,9 +420,6 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    if arguments.part == "text":
-        training_text.run(arguments)
-        return
     output = arguments.output
     if output is None:
         on_cuda = torch.cuda.is_available() and getattr(arguments, "device", "cuda") == "cuda"

@@ -1,16 +1,16 @@
-"""The tables of benchmarks/training.json and training_text.json, and the figure of time by length; benchmarks/readme.py
-puts them in place. A part that was not measured is left out."""
+"""The tables of benchmarks/training.json, and the figure of time by length; benchmarks/readme.py puts them in place.
+
+A part that was not measured is left out.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tables import Column, Columns, Row, crossed, line_figure, table
+from tables import Columns, Row, crossed, line_figure, table
 from training import deviations, time_per_token
-from training_text import FACTORS, difference, perplexity, word_perplexity
 
 COLOURS = {"window only": "#777777", "full attention": "#c2571a", "DRT x1": "#1f5fa8", "DRT x2": "#3d7f3f"}
 
@@ -95,82 +95,6 @@ def length_text(part: dict[str, Any]) -> str:
         f"**Time per token by context length** (microseconds; forward, backward and optimizer, "
         f"{settings['tokens_per_step']:,} tokens a step, medians of {settings['rounds']} rounds).\n\n{shown}"
     )
-
-
-COSTS: Columns = {
-    "model": "{label}",
-    "layers": "{layers}",
-    "window": "{sliding_window}",
-    "parameters": "{parameters:,}",
-    "training": "{seconds:duration}",
-    "tokens/s": "{tokens_per_second:,.0f}",
-    "memory": "{peak_bytes:size}",
-    "last loss": "{training_loss:.3f}",
-}
-
-
-def text_text(found: dict[str, Any]) -> str:
-    """Perplexity by length with intervals of the differences, and what each model cost."""
-    settings, several = found["settings"], len({m["seed"] for m in found["models"]}) > 1
-    lengths = {factor: f"{factor * settings['context_length']:,}" for factor in FACTORS}
-    models = [
-        model
-        | {"label": f"{model['model']}, seed {model['seed']}" if several else model["model"]}
-        | {"at": {r["factor"]: r for r in found["results"] if _same(r, model)}}
-        for model in found["models"]
-    ]
-    pairs = [
-        {"label": f"{one['label']} - {other['model']}", "one": one["at"], "other": other["at"]}
-        for one in models
-        for other in models
-        if one["model"].startswith("DRT")
-        and not other["model"].startswith("DRT")
-        and one["seed"] == other["seed"]
-    ]
-
-    def at(factor: int, form: str, number: Callable[[Any], float]) -> Column:
-        return lambda row: format(number(row["at"][factor]), form) if factor in row["at"] else "-"
-
-    def apart(factor: int) -> Column:
-        def shown(row: Row) -> str:
-            if factor not in row["one"] or factor not in row["other"]:
-                return "-"
-            return "{:+.4f} ({:+.4f} to {:+.4f})".format(
-                *difference(row["one"][factor], row["other"][factor])
-            )
-
-        return shown
-
-    perplexities: Columns = {
-        "model": "{label}",
-        **{shown: at(factor, ".3f", perplexity) for factor, shown in lengths.items()},
-        **{f"{shown} per word": at(factor, ".2f", word_perplexity) for factor, shown in lengths.items()},
-    }
-    differences: Columns = {
-        "models": "{label}",
-        **{shown: apart(factor) for factor, shown in lengths.items()},
-    }
-    counted = ""
-    if found["results"]:
-        measured = found["results"][0]
-        counted = f" on {len(measured['losses'])} stretches of {lengths[FACTORS[-1]]} tokens "
-        counted += f"({sum(measured['words']):,} words)"
-    texts = [
-        f"Trained {settings['steps']:,} steps of {settings['tokens_per_step']:,} tokens, "
-        f"{settings['context_length']:,} at a time, of books of {settings['corpus_tokens']:,} tokens "
-        f"(vocabulary {settings['vocabulary']:,}).\n\n{table(COSTS, models)}",
-        f"Perplexity{counted}, per token and per word, by tokens read at a time.\n\n{table(perplexities, models)}",
-    ]
-    if pairs:
-        texts.append(
-            "Difference of the losses, nats per token (95% by drawing stretches anew; below 0 the DRT is better).\n\n"
-            + table(differences, pairs)
-        )
-    return "\n\n".join(texts)
-
-
-def _same(result: Row, model: Row) -> bool:
-    return (result["model"], result["seed"]) == (model["model"], model["seed"])
 
 
 def length_figure(path: Path, part: dict[str, Any]) -> None:

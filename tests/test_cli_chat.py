@@ -394,6 +394,11 @@ def test_top_p_where_nothing_is_sampled_is_refused(model: Path, refused: Callabl
     assert "top_p: expected none with temperature 0" in refused("chat", model, "--top-p", "0.5")
 
 
+def test_no_token_is_within_a_probability_of_0(model: Path, refused: Callable[..., str]) -> None:
+    said = refused("chat", model, "--temperature", "0.7", "--top-p", "0")
+    assert "top_p: expected above 0 and at most 1, got 0" in said
+
+
 def test_questions_that_are_none(model: Path) -> None:
     talk = Conversation(load(model))
     for wrong in ("  ", "\udc80"):

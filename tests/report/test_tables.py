@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from trailmark.evaluation.perplexity.run import PerplexityResult
 from trailmark.evaluation.suite import suite_named
 from trailmark.report.tables import markdown_table, needle_table, result_table
 from trailmark.statistics import wilson_interval
@@ -77,7 +77,7 @@ def shown(suite: str, *results: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def test_perplexity() -> None:
-    result = PerplexityResult(length=4096, windows=16, tokens=65520, loss=1.0).summary()
+    result = {"length": 4096, "windows": 16, "tokens": 65520, "loss": 1.0, "perplexity": math.e}
     more = {"length": None, "perplexity_low": 2.5, "perplexity_high": 3.0, "word_perplexity": 55.127}
     first, second = shown("perplexity", result, result | more | {"bits_per_byte": 1.25})
     assert (first["tokens"], first["windows"], first["nats per token"]) == ("4,096", "16", "1.0000")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.benchmark_scripts import BENCHMARKS, scripts
+from tests.benchmark_scripts import scripts
 from tests.training.tiny import prose, run_config
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.files import read_json, write_json
@@ -38,9 +37,8 @@ def text(modules: dict[str, ModuleType]) -> ModuleType:
 
 
 def test_every_part_has_its_command(training: ModuleType) -> None:
-    for part in ("overhead", "loader", "length", "text"):
+    for part in ("overhead", "loader", "length"):
         assert training.parse([part]).part == part
-    assert training.parse(["text", "--seeds", "0", "1", "--minutes", "2"]).seeds == [0, 1]
     assert training.parse(["overhead", "--configs", "text"]).configs == ["text"]
     with pytest.raises(SystemExit):
         training.parse([])
@@ -126,33 +124,7 @@ def test_stretches_are_disjoint_pieces_of_the_files(text: ModuleType, tmp_path: 
     assert np.array_equal(rebuilt, kept)
 
 
-def result(losses: list[float], tokens: list[int] | None = None) -> dict[str, Any]:
-    return {"losses": losses, "tokens": tokens or [100] * len(losses), "words": [20] * len(losses)}
-
-
-def test_differences_are_paired(text: ModuleType) -> None:
-    """Stretches differ by far more than the models: the interval of a constant difference has no width."""
-    one = result([2.0, 5.0, 3.0, 8.0])
-    other = result([2.25, 5.25, 3.25, 8.25])
-    assert text.difference(one, other) == (-0.25, -0.25, -0.25)
-    mean, low, high = text.difference(one, result([2.25, 5.0, 3.5, 8.25], one["tokens"]))
-    assert low < mean == -0.25 < high
-
-
-def test_perplexities(text: ModuleType) -> None:
-    found = result([1.0, 2.0], [100, 300])
-    assert text.perplexity(found) == pytest.approx(np.exp(1.75))
-    assert text.word_perplexity(found) == pytest.approx(np.exp(700 / 40))
-
-
 # --- tables --------------------------------------------------------------------------------------------------
-
-
-def test_the_table_of_text_while_it_is_measured(modules: dict[str, ModuleType]) -> None:
-    found = read_json(BENCHMARKS / "training_text.json")
-    assert not re.search(r"\| +- +\|", modules["training_tables"].text_text(found))
-    found["results"] = found["results"][:4]
-    assert re.search(r"\| +- +\|", modules["training_tables"].text_text(found))
 
 
 def test_the_figure(modules: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -160,34 +132,3 @@ def test_the_figure(modules: dict[str, ModuleType], tmp_path: Path) -> None:
     part = length_part({"DRT x1": {1024: [1.0], 2048: [1.1]}})
     modules["training_tables"].length_figure(tmp_path / "length.png", part)
     assert (tmp_path / "length.png").read_bytes().startswith(b"\x89PNG")
-
-
-# --- all of it -----------------------------------------------------------------------------------------------
-
-TINY = ["context_length=16", "tokens_per_step=64", "warmup_steps=1"]
-
-
-@pytest.mark.slow
-def test_text_from_end_to_end(
-    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four trainings in processes of their own, on books made on the spot; a second start finds all done."""
-    for split, words in (("train", 3000), ("test", 2000)):
-        (tmp_path / "data" / "books" / split).mkdir(parents=True)
-        (tmp_path / "data" / "books" / split / "book.txt").write_text(prose(words))
-    monkeypatch.setenv("TRAILMARK_DATA", str(tmp_path / "data"))
-    command = ["text", "--folder", str(tmp_path / "run"), "--output", str(tmp_path / "out.json")]
-    command += ["--steps", "2", "--vocabulary", "270", "--stretches", "2", "--set"]
-    command += [f"training.{setting}" for setting in TINY]
-    modules["training"].measure(modules["training"].parse(command))
-    first = read_json(tmp_path / "out.json")
-    assert [m["model"] for m in first["models"]] == list(modules["training_text"].MODELS)
-    assert len(first["results"]) == 12
-    assert all(len(r["losses"]) == 2 for r in first["results"])
-    for factor in (1, 4, 16):  # all on the same tokens
-        assert len({str(r["tokens"]) for r in first["results"] if r["factor"] == factor}) == 1
-    modules["training"].measure(modules["training"].parse(command))
-    assert read_json(tmp_path / "out.json") == first
-    with pytest.raises(SystemExit, match="other settings"):
-        modules["training"].measure(modules["training"].parse([*command, "training.warmup_steps=2"]))
-    assert "DRT x1 - window only" in modules["training_tables"].text_text(first)

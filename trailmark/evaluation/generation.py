@@ -99,12 +99,20 @@ class Sampling:
                 f"top_p: expected none with temperature 0, where nothing is sampled, got {self.top_p}. Set a "
                 "temperature too, as --temperature 0.7, or leave it out."
             )
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"top_p: expected above 0 and at most 1, got {self.top_p}. Leave it out to sample from all tokens."
+            )
 
     def options(self) -> dict[str, Any]:
         """Of transformers' ``generate``."""
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": self.temperature > 0}
         if self.temperature > 0:
-            options |= {"temperature": self.temperature, "top_k": 0, "top_p": self.top_p or 1.0}
+            options |= {
+                "temperature": self.temperature,
+                "top_k": 0,
+                "top_p": 1.0 if self.top_p is None else self.top_p,
+            }
         return options
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -40,16 +40,10 @@ class PerplexityResult:
     windows: int
     tokens: int
     loss: float  # mean negative log-likelihood, nats per token
-    retrievals: int | None = None  # asked for, where a retrieval gate may skip them
-    skipped: int | None = None  # of these
 
     @property
     def perplexity(self) -> float:
         return math.exp(self.loss)
-
-    def summary(self) -> dict[str, Any]:
-        gate = {} if not self.retrievals else {"skipped_share": (self.skipped or 0) / self.retrievals}
-        return asdict(self) | {"perplexity": self.perplexity} | gate
 
 
 def evaluate_perplexity(
@@ -62,16 +56,13 @@ def evaluate_perplexity(
     """
     _expect_length(length, len(text))
     windows = max(1, min(len(text), max_tokens) // length)
-    total, gate = 0.0, np.zeros(2, np.int64)
+    total = 0.0
     for first in range(0, windows, rows := rows_at_once(length)):
         count = min(rows, windows - first)
         ids = text[first * length : (first + count) * length].reshape(count, length)
-        found = token_losses(model, ids)
-        total += float(found.losses.sum())
-        gate += found.gate
+        total += float(token_losses(model, ids).losses.sum())
     count = windows * (length - 1)
-    asked = tuple(map(int, gate)) if is_gated(model) else (None, None)
-    return PerplexityResult(length, windows, count, total / count, *asked)
+    return PerplexityResult(length, windows, count, total / count)
 
 
 def run(

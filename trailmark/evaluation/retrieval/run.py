@@ -39,9 +39,9 @@ from trailmark.models.with_retrieved import with_retrieved
 from trailmark.ops import ChunkSelection, score_parts
 from trailmark.ops.score_parts import without_recency
 from trailmark.statistics import Floats, bootstrap_ratio
+from trailmark.trace.losses import nats
 
 Integers = npt.NDArray[np.int64]
-_AT_A_TIME = 1024  # rows of logits whose losses are taken together
 _REPEATS = 4  # spans of a text that come again, where it has room for so many
 _RANDOM, _SAMPLE, _SOURCES = range(3)  # draws of their own
 
@@ -195,15 +195,11 @@ def losses_of(model: Any, ids: Integers, chosen: Integers | None = None) -> Floa
 
 
 def _losses(logits: Tensor, ids: Integers) -> Floats:
-    found: Floats = _nats(logits, ids).double().cpu().numpy()
-    return found
+    return nats(logits[:, :-1], _targets(logits, ids))[0].astype(np.float64)
 
 
-def _nats(logits: Tensor, ids: Integers) -> Tensor:
-    to = torch.from_numpy(ids[1:]).to(logits.device)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    parts = zip(logits[0, :-1].split(_AT_A_TIME), to.split(_AT_A_TIME), strict=True)
-    return torch.cat([F.cross_entropy(own.to(wide), those, reduction="none") for own, those in parts])
+def _targets(logits: Tensor, ids: Integers) -> Tensor:
+    return torch.from_numpy(ids[None, 1:]).to(logits.device)
 
 
 # --- which chunks --------------------------------------------------------------------------------------------------
@@ -368,7 +364,8 @@ def _gradients(model: Any, ids: Integers) -> list[tuple[Integers, Floats, Floats
     """Of each group the chunks read [C, K], and the gradient in their scores [C, K] of every other token's loss."""
     with _differentiable(model):
         out = model(row_of(model, ids), output_retrieval=True)
-        each = _nats(out.logits, ids)
+        wide = out.logits.to(torch.promote_types(out.logits.dtype, torch.float32))
+        each = F.cross_entropy(wide[0, :-1], _targets(wide, ids)[0], reduction="none")
         weights = [own.weights for own in out.retrieval]
         halves = [
             torch.autograd.grad(each[part::2].sum(), weights, retain_graph=part == 0, allow_unused=True)

@@ -18,7 +18,7 @@ Array = npt.NDArray[Any]
 _ALIGNMENT = 8  # bytes: a script may look at each array where it lies
 _BATCH = 1024  # chunks that are put together at once
 # of 1M tokens, level 6 took up to twice the time for at most 2% less (benchmarks/explorer.json)
-LEVEL = 4
+_LEVEL = 4
 _REPLACEMENT = 0xFFFD
 _TYPES = {"u1": "uint8", "u2": "uint16", "u4": "uint32", "f4": "float32"}
 
@@ -196,7 +196,7 @@ def _starts(sizes: Array) -> Array:
     return np.concatenate([[0], ends]).astype("<u4")
 
 
-def pack(arrays: dict[str, Array], level: int = LEVEL) -> tuple[list[dict[str, Any]], str]:
+def pack(arrays: dict[str, Array]) -> tuple[list[dict[str, Any]], str]:
     """Where each array lies, in bytes, and all of them, one after another, as base64 of gzip."""
     places, pieces, offset = [], [], 0
     for name, values in arrays.items():
@@ -205,4 +205,4 @@ def pack(arrays: dict[str, Array], level: int = LEVEL) -> tuple[list[dict[str, A
         places.append({"name": name, "type": kind, "offset": offset, "length": len(values)})
         pieces += [content, b"\0" * (-len(content) % _ALIGNMENT)]
         offset += len(content) + len(pieces[-1])
-    return places, base64.b64encode(gzip.compress(b"".join(pieces), level, mtime=0)).decode()
+    return places, base64.b64encode(gzip.compress(b"".join(pieces), _LEVEL, mtime=0)).decode()
