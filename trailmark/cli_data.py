@@ -59,7 +59,9 @@ def prepare(settings: PrepareSettings) -> None:
         where=settings.where,
     )
     if settings.pairs:
-        path = by_first(lambda: preparing.prepare_pairs(source, output, progress=show))
+        from trailmark.data.pairs import prepare_pairs
+
+        path = by_first(lambda: prepare_pairs(source, output, progress=show))
         progress.say(
             f"The pairs lie in {path}.\n"
             f"Next: trailmark train configs/finetune-summarization.yaml {override('data.paths', str(path))}"

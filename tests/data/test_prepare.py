@@ -27,7 +27,8 @@ from tests.disks import largest_file
 from trailmark.data import prepare as preparing
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
 from trailmark.data.encoders import Encoder, encode_in_order
-from trailmark.data.prepare import Progress, pieces, prepare, prepare_pairs, verify_pairs
+from trailmark.data.pairs import prepare_pairs, verify_pairs
+from trailmark.data.prepare import Progress, pieces, prepare
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus
 from trailmark.data.sources import LocalFiles

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from trailmark.data.corpus import load_tokenizer, tokenize
-from trailmark.data.prepare import prepare_pairs
+from trailmark.data.pairs import prepare_pairs
 from trailmark.data.sources import LocalFiles
 from trailmark.data.summarization import Pair, Pairs, SummarizationTexts
 from trailmark.models.grid import lay_out

@@ -11,7 +11,8 @@ import pytest
 
 from tests.data.corpora import save_bpe, write_folder
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
-from trailmark.data.prepare import prepare, prepare_pairs
+from trailmark.data.pairs import prepare_pairs
+from trailmark.data.prepare import prepare
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus, Shard, corpus_fingerprint
 from trailmark.data.texts import open_text

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ from trailmark.data.encoders import Encoder, Ids, encode_in_order
 from trailmark.data.shards import MANIFEST, Corpus, Shard, ShardWriter, make_manifest, token_dtype
 from trailmark.data.sources import LocalFiles, Source
 from trailmark.files import (
-    FileEntry,
-    FolderKind,
     expect_outside,
     expect_room,
     expect_same_settings,
@@ -38,8 +35,6 @@ from trailmark.files import (
     locked,
     read_json,
     remove_unfinished,
-    replacing,
-    sha256_of,
     telling_of_a_full_disk,
     write_json,
 )
@@ -57,8 +52,6 @@ from trailmark.settings import Settings, from_file, setting
 logger = logging.getLogger(__name__)
 
 PROGRESS = "progress.json"
-PAIRS, PAIRS_MANIFEST = "pairs.jsonl", "pairs.json"
-_PAIRS_KIND = FolderKind("data", PAIRS_MANIFEST, 1, "prepared pairs", "trailmark prepare --pairs")
 SHARD_TOKENS = 1 << 26  # 134 MB as uint16: a minute or so of work is the most that a kill costs
 _PIECE = 1 << 17  # characters of a longer document that are tokenised at a time
 _JOB = 1 << 18  # characters that are sent to a process together, at least
@@ -93,16 +86,6 @@ class _State(Settings):
     """What ``progress.json`` holds beside the settings, which are compared with the command's."""
 
     shards: tuple[_Kept, ...]
-
-
-@dataclass(frozen=True)
-class _Pairs(Settings):
-    """What ``pairs.json`` must hold to be relied on."""
-
-    source: dict[str, Any]
-    pairs: int = setting(least=1)
-    bytes: int = setting(least=1)
-    sha256: str = setting()
 
 
 @dataclass(frozen=True)
@@ -148,7 +131,7 @@ def prepare(
             raise ValueError(f"{name}: expected at least 1, got {number}.")
     folder = Path(output)
     expect_writable("output", folder)
-    _expect_outside(source, folder)
+    expect_source_outside(source, folder)
     loaded = load_tokenizer(tokenizer)
     settings = {
         "tokenizer": {
@@ -353,100 +336,6 @@ class _Run:
         self.progress(Progress(documents, tokens, done, total, now - self.began, self.before))
 
 
-def prepare_pairs(
-    source: Source, output: str | Path, *, progress: Callable[[Progress], None] | None = None
-) -> Path:
-    """Write a source's documents and summaries as ``pairs.jsonl``: one {"document", "summary"} a line.
-
-    ``pairs.json`` beside it says what they are. Nothing is tokenised, so an interrupted run simply starts again.
-
-    Returns:
-        The path of ``pairs.jsonl``.
-
-    Raises:
-        ValueError: as :func:`prepare`; a source without summaries.
-    """
-    folder, began = Path(output), time.monotonic()
-    rows = source.pairs()
-    expect_writable("output", folder)
-    _expect_outside(source, folder)
-    path, manifest_path = folder / PAIRS, folder / PAIRS_MANIFEST
-    about = {"source": json.loads(json.dumps(source.description()))}
-    about["source"]["summary_column"] = source.summary_column
-
-    def show(pairs: int, done: int, seconds: float) -> None:
-        if progress is not None:
-            progress(Progress(pairs, 0, done, source.size(), seconds))
-
-    with locked(folder, "trailmark prepare"):
-        if (old := read_json(manifest_path)) is not None:
-            expect_same_settings(folder, "pairs", old, about)
-            try:
-                known = from_file(_Pairs, old)
-                _PAIRS_KIND.verify(folder, {PAIRS: FileEntry(known.bytes, known.sha256)})
-            except ValueError as error:
-                raise ValueError(
-                    f"output: {str(path)!r} was changed or removed ({error}). Remove {manifest_path} to make it anew."
-                ) from error
-            show(known.pairs, source.size() or 0, 0.0)
-            return path
-        remove_unfinished(folder, PAIRS, PAIRS_MANIFEST)
-        pairs, left_out, shown = 0, 0, began
-        with (
-            telling_of_a_full_disk(folder, lambda: "Free some space and start again."),
-            replacing(path, durable=True) as file,
-        ):
-            for row in rows:
-                if row.texts is None:
-                    left_out += 1
-                    continue
-                content = dict(zip(("document", "summary"), row.texts, strict=True))
-                file.write(json.dumps(content, ensure_ascii=False) + "\n")
-                pairs += 1
-                if (now := time.monotonic()) - shown > 0.2:
-                    shown = now
-                    show(pairs, row.done, now - began)
-            if not pairs:
-                raise ValueError(
-                    f"source: expected at least one pair, all {left_out} rows are empty or left out."
-                )
-        about |= {"format": 1, "pairs": pairs, "left_out": left_out, "bytes": path.stat().st_size}
-        write_json(manifest_path, about | {"sha256": sha256_of(path)}, durable=True)
-        show(pairs, source.size() or 0, time.monotonic() - began)
-    return path
-
-
-def expect_as_prepared(path: Path, sha256: str) -> None:
-    """Raise a ValueError if ``pairs.json`` beside a ``pairs.jsonl`` tells another hash than its own."""
-    if path.name != PAIRS or not (path.parent / PAIRS_MANIFEST).exists():
-        return
-    _, about = _PAIRS_KIND.read_as(path.parent, partial(from_file, _Pairs))
-    if about.sha256 != sha256:
-        raise ValueError(
-            f"data: expected the SHA-256 {about.sha256[:64]} that {PAIRS_MANIFEST} tells, {str(path)!r} has {sha256}: "
-            f"it was changed. Remove {PAIRS_MANIFEST} and prepare the pairs again; "
-            "for pairs of your own, use another name."
-        )
-
-
-def verify_pairs(folder: str | Path, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
-    """Read every byte of the pairs in a folder of :func:`prepare_pairs`, and compare their SHA-256.
-
-    Args:
-        progress: called with bytes done and bytes in all.
-
-    Returns:
-        How many pairs there are.
-
-    Raises:
-        ValueError: no prepared pairs there, or damaged ones.
-    """
-    folder = Path(folder)
-    _, about = _PAIRS_KIND.read_as(folder, partial(from_file, _Pairs))
-    _PAIRS_KIND.verify(folder, {PAIRS: FileEntry(about.bytes, about.sha256)}, progress)
-    return about.pairs
-
-
 # --- documents to jobs -------------------------------------------------------------------------------------
 
 
@@ -501,7 +390,8 @@ def _jobs(source: Source, first: int) -> Iterator[tuple[list[_Mark], list[str]]]
 # --- the output folder -------------------------------------------------------------------------------------
 
 
-def _expect_outside(source: Source, folder: Path) -> None:
+def expect_source_outside(source: Source, folder: Path) -> None:
+    """Raise a ValueError where the output lies among what is read."""
     expect_outside(folder, source.paths if isinstance(source, LocalFiles) else [], "source")
 
 

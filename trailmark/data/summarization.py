@@ -25,7 +25,7 @@ from torch import Tensor
 from trailmark.data.batches import mix, permuted
 from trailmark.data.corpus import Tokens, padding_id, tokenize, tokenize_parts, tokenizer_fingerprint
 from trailmark.data.needles.formats import IGNORED
-from trailmark.data.prepare import expect_as_prepared
+from trailmark.data.pairs import expect_as_prepared
 from trailmark.files import sha256_of
 from trailmark.untrusted import first_line, open_regular, parse_json
 

@@ -16,7 +16,8 @@ from trailmark.data.corpus import (
     tokenize,
     tokenizer_fingerprint,
 )
-from trailmark.data.prepare import PAIRS_MANIFEST, PROGRESS
+from trailmark.data.pairs import PAIRS_MANIFEST
+from trailmark.data.prepare import PROGRESS
 from trailmark.data.shards import MANIFEST, Corpus
 from trailmark.data.sources import kind_of
 from trailmark.files import expect_outside

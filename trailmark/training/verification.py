@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from trailmark.data import prepare, shards
+from trailmark.data import pairs, shards
 from trailmark.data.neighbours import files as neighbour_files
 from trailmark.data.neighbours import table as neighbours
 from trailmark.files import Progress
@@ -44,8 +44,8 @@ def verify(
     if (folder / neighbour_files.MANIFEST).exists():
         neighbours.NeighbourTable.open(folder).verify(progress)
         return [str(folder)]
-    if (folder / prepare.PAIRS_MANIFEST).exists():
-        prepare.verify_pairs(folder, progress)
+    if (folder / pairs.PAIRS_MANIFEST).exists():
+        pairs.verify_pairs(folder, progress)
         return [str(folder)]
     if checkpoints.is_checkpoint(folder):
         checkpoints.verify(folder, progress)
