@@ -46,7 +46,7 @@ def test_no_ids_at_all() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["attention_mask", "labels", "document_ids", "neighbours", "neighbour_scores"]
+    "name", ["attention_mask", "labels", "document_ids", "neighbours", "neighbour_scores", "noise_seed"]
 )
 def test_lists_of_numbers_are_no_tensors(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: expected a tensor, got list"):
@@ -56,6 +56,16 @@ def test_lists_of_numbers_are_no_tensors(name: str) -> None:
                     lambda mask: drt().generate(tokens(3), attention_mask=mask)):  # fmt: skip
             with pytest.raises(ValueError, match=f"^{name}: expected a tensor, got list"):
                 use([[1, 1, 1]])
+
+
+@EACH_MODEL
+@pytest.mark.parametrize(
+    "came",
+    [torch.tensor([[1]]), torch.tensor([1, 2]), torch.tensor(1), torch.tensor([1.0]), torch.tensor([True])],
+)
+def test_each_row_has_a_seed(make: Make, came: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"^noise_seed: expected int64 of shape \[B\] = \(1,\), got "):
+        make()(tokens(3), noise_seed=came)
 
 
 @EACH_MODEL

@@ -78,6 +78,13 @@ def check_tensors(**arguments: Tensor | None) -> None:
             )
 
 
+def check_noise_seed(noise_seed: Tensor, rows: int) -> None:
+    """That each row has a seed of its own, which is a number."""
+    dtype, shape = noise_seed.dtype, tuple(noise_seed.shape)
+    if shape != (rows,) or dtype.is_floating_point or dtype == torch.bool:
+        raise ValueError(f"noise_seed: expected int64 of shape [B] = ({rows},), got {dtype} of {shape}.")
+
+
 def check_columns(logits_at: Tensor, input_ids: Tensor, with_others: bool) -> None:
     """That the tokens whose logits are wanted are some of the call, which wants nothing of others."""
     B, T = input_ids.shape

@@ -35,6 +35,7 @@ from trailmark.models.arguments import (
     check_columns,
     check_count,
     check_documents,
+    check_noise_seed,
     check_others,
     check_scored,
     check_tensors,
@@ -322,10 +323,13 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         input_ids = check_tokens(input_ids, self.config.vocab_size)
         check_tensors(attention_mask=attention_mask, labels=labels, document_ids=document_ids)
         check_tensors(neighbours=neighbours, neighbour_scores=neighbour_scores, logits_at=logits_at)
+        check_tensors(noise_seed=noise_seed)
         check_count("logits_to_keep", logits_to_keep, 0, "Pass logits_at for the logits after some tokens.")
         if prefill_chunk_size is not None:
             check_count("prefill_chunk_size", prefill_chunk_size, 1, "Leave it out for the default.")
         B, T = input_ids.shape
+        if noise_seed is not None:
+            check_noise_seed(noise_seed, B)
         cache = past_key_values
         if cache is not None:
             check_cache(cache, input_ids, self.training, lambda: self._cache_key)
