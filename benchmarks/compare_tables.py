@@ -214,14 +214,13 @@ def text_table(part: Found) -> str:
     }
     landmark = found.get("Landmark")
     own = f" (Landmark: {landmark[0]['context_length']:,})" if landmark else ""
-    pieces = "books" if "books" in settings else "stretches of books"
     counted = next(r for of in found.values() for one in of for r in one["results"] if r["factor"] == 1)
     return (
         f"Trained {settings['steps']:,} steps of {settings['tokens_per_step']:,} tokens, "
         f"{settings['context_length']:,} at a time{own}, of books of "
         f"{settings['corpus_tokens']:,} tokens (vocabulary {settings['vocabulary']:,}). Perplexity of "
-        f"{len(counted['losses'])} {pieces}, {shown[FACTORS[-1]]} tokens of each, by tokens read at a time: mean ± "
-        f"standard deviation of seeds. *- Base*: nats per token more than Base, ± standard error over {pieces}, paired "
+        f"{len(counted['losses'])} books, {shown[FACTORS[-1]]} tokens of each, by tokens read at a time: mean ± "
+        "standard deviation of seeds. *- Base*: nats per token more than Base, ± standard error over books, paired "
         f"(below 0: better), of seed 0 where a row has no other; *by seed*: each alone, {shown[FACTORS[-1]]}. "
         "*paper*: Table 1 of arXiv 2410.01651, PG19 test, 128M, trained at 16K.\n\n"
         + table(columns, _rows(part))

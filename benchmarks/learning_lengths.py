@@ -2,13 +2,14 @@
 
     TRAILMARK_DATA=... python benchmarks/learning.py train --begin slowly --seeds 0
     TRAILMARK_DATA=... python benchmarks/learning.py train --begin additions --seeds 0
-    TRAILMARK_DATA=... python benchmarks/learning_lengths.py [deepen measure] [--seeds 0] [--texts 6 3 4]
+    TRAILMARK_DATA=... python benchmarks/learning_lengths.py [deepen measure rates] [--seeds 0] [--texts 6 3 4]
 
 Writes benchmarks/learning_lengths.json. The same last tokens of a text are read after 1, 4 and 16 training lengths of
 it: by a DRT with the chunks that it chooses and with others in their place, by its base with a window alone, and by
 that base with as many parameters as the DRT (within 5%), in layers more that learned from as many tokens. A text is a
 stretch of one chapter or book, or of modules one after another, for few are so long. Of each model the seeds are
-measured that were trained. Stopped, the same command goes on.
+measured that were trained. "rates": whether the layers learn more at another learning rate. Stopped, the same command
+goes on.
 """
 
 from __future__ import annotations
@@ -56,10 +57,11 @@ FACTORS = (1, 4, 16)  # of the training length
 COUNTED = LENGTH - UNSEEN  # last tokens of a text, the same at every length
 ADDED = (21, 26, 31)  # layers of the deeper model that its base has not: among those that read in the DRT
 RATE = 0.0005
+OTHER_RATES = (0.001,)
 
 
-def deepened(folder: Path, seed: int) -> Path:
-    return folder / f"deepened-{seed}"
+def deepened(folder: Path, seed: int, rate: float = RATE) -> Path:
+    return folder / (f"deepened-{seed}" if rate == RATE else f"deepened-{seed}-at-{rate}")
 
 
 # --- layers in place of a memory -----------------------------------------------------------------------------------
@@ -98,12 +100,16 @@ def deeper(folder: Path) -> Path:
 
 def deepen(options: argparse.Namespace) -> None:
     """Teach the layers that were added, on as many tokens as the DRT was fitted to and learned from."""
+    _deepen(options, options.seeds, RATE)
+
+
+def _deepen(options: argparse.Namespace, seeds: Sequence[int], rate: float) -> None:
     begin = deeper(options.folder)
     SlidingWindowForCausalLM.additions = tuple(f"layers.{number}.*" for number in ADDED)
-    for seed in options.seeds:
+    for seed in seeds:
         train_run(run_config(
-            options.folder, seed, f"output={deepened(options.folder, seed)}", f"init_from={begin}",
-            "training.train=additions", f"training.steps={FIT_STEPS + STEPS}", f"training.learning_rate={RATE}",
+            options.folder, seed, f"output={deepened(options.folder, seed, rate)}", f"init_from={begin}",
+            "training.train=additions", f"training.steps={FIT_STEPS + STEPS}", f"training.learning_rate={rate}",
             "training.warmup_steps=8", "training.save_steps=15", *options.set,
         ))  # fmt: skip
 
@@ -171,14 +177,14 @@ class Compared(NamedTuple):
     """By the folder of all and the seed."""
     rules: tuple[str, ...] = ()
 
-    def trained(self, folder: Path, seeds: Sequence[int]) -> list[Path]:
-        """The models of those seeds that were trained; one, where no seed has a part in it."""
-        own = dict.fromkeys(self.folder(folder, seed) for seed in seeds)
-        found = [one for one in own if (one / "model.safetensors").exists()]
+    def trained(self, folder: Path, seeds: Sequence[int]) -> dict[Path, int]:
+        """The models of those seeds that were trained, and their seeds; one, where no seed has a part in it."""
+        own: dict[Path, int] = {}
+        for seed in seeds:
+            own.setdefault(self.folder(folder, seed), seed)
+        found = {one: seed for one, seed in own.items() if (one / "model.safetensors").exists()}
         if not found:
-            raise SystemExit(
-                f"{self.folder(folder, seeds[0])}: expected a model that was trained, there is none."
-            )
+            raise SystemExit(f"{next(iter(own))}: expected a model that was trained, there is none.")
         return found
 
 
@@ -191,29 +197,34 @@ COMPARED = {
 FULL = "full attention"
 
 
+class Measured:
+    """The losses of a text's last tokens, which are kept as they are found."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.base = converted(options.folder, "sliding_window")
+        self.losses = Losses(options.folder / "learning-lengths.json", Progress())
+        self.stretches = _stretches(options, load_tokenizer(str(self.base)))
+
+    def of(self, kind: str, length: int, name: str, folder: Path, rules: tuple[str, ...] = ()) -> Any:
+        """[texts, 1 + rules] nats of a token after ``length`` tokens of each text."""
+        texts = [text._replace(ids=text.ids[-length:]) for text in self.stretches[kind]]
+        known = f"{name}, {sha256_of(folder / 'model.safetensors')[:12]}, {', '.join(rules)}"
+        own = self.losses.of(known, partial(opened, folder), texts, partial(_last, texts, rules))
+        return np.array(own).mean(-1)
+
+
 def measure(options: argparse.Namespace) -> None:
-    progress = Progress()
-    base = converted(options.folder, "sliding_window")
-    losses = Losses(options.folder / "learning-lengths.json", progress)
-    rows, seeds = [], options.seeds
-    for kind, longest in _stretches(options, load_tokenizer(str(base))).items():
+    measured, rows, seeds = Measured(options), [], options.seeds
+    for kind in measured.stretches:
         gains = []
         for length in (LENGTH * factor for factor in FACTORS):
-            texts = [text._replace(ids=text.ids[-length:]) for text in longest]
-
-            def read(
-                name: str, folder: Path, rules: tuple[str, ...] = (), texts: Sequence[Text] = texts
-            ) -> Any:
-                known = f"{name}, {sha256_of(folder / 'model.safetensors')[:12]}, {', '.join(rules)}"
-                own = losses.of(known, partial(opened, folder), texts, partial(_last, texts, rules))
-                return np.array(own).mean(-1)  # [texts, 1 + rules]
-
             found: dict[str, Any] = {}  # [seeds, texts] nats of a token by case
             if length == LENGTH:
-                found[FULL] = read(FULL, base)[None, :, 0]
+                found[FULL] = measured.of(kind, length, FULL, measured.base)[None, :, 0]
             for name, compared in COMPARED.items():
                 own = [
-                    read(name, folder, compared.rules) for folder in compared.trained(options.folder, seeds)
+                    measured.of(kind, length, name, folder, compared.rules)
+                    for folder in compared.trained(options.folder, seeds)
                 ]
                 cases = [name, *(f"{name}, {rule}" for rule in compared.rules)]
                 found |= dict(zip(cases, np.moveaxis(np.array(own), -1, 0), strict=True))
@@ -224,16 +235,33 @@ def measure(options: argparse.Namespace) -> None:
             rows.append({"kind": kind, "case": name, "texts": len(grown)} | interval("grown", grown))
     models: dict[str, dict[str, Any]] = {}
     for name, compared in COMPARED.items():
-        folder, *others = compared.trained(options.folder, seeds)
-        models[name] = {"parameters": parameters(opened(folder))}
+        own_seeds = compared.trained(options.folder, seeds)
+        folder = next(iter(own_seeds))
+        models[name] = {"parameters": parameters(opened(folder)), "seeds": [*own_seeds.values()]}
         if (file := folder / "run.yaml").exists():
             training = read_yaml(file, "run.yaml")["training"]
             models[name]["tokens"] = training["steps"] * training["tokens_per_step"]
             models[name]["rate"] = training["learning_rate"]
-            models[name]["seeds"] = 1 + len(others)
-    kept = {"window": WINDOW, "counted": COUNTED, "seeds": list(seeds), "fitted": FIT_STEPS * STEP_TOKENS}
+    kept = {"window": WINDOW, "counted": COUNTED, "fitted": FIT_STEPS * STEP_TOKENS}
     keep(options.output, "lengths", kept | {"models": models, "rows": rows})
-    progress.say(f"Measured, in {options.output}")
+    measured.losses.progress.say(f"Measured, in {options.output}")
+
+
+def rates(options: argparse.Namespace) -> None:
+    """The layers at other learning rates, each with the first seed, on texts of the training length."""
+    seed, rows = options.seeds[0], []
+    for rate in OTHER_RATES:
+        _deepen(options, [seed], rate)
+    measured = Measured(options)
+    for kind in measured.stretches:
+        found = {
+            rate: measured.of(kind, LENGTH, "window and layers", deepened(options.folder, seed, rate))[:, 0]
+            for rate in (RATE, *OTHER_RATES)
+        }
+        for rate, own in found.items():
+            row = {"kind": kind, "length": LENGTH, "rate": rate, "texts": len(own), "nats": float(own.mean())}
+            rows.append(row | ({} if rate == RATE else interval("below the rate chosen", found[RATE] - own)))
+    keep(options.output, "rates", {"seed": seed, "rows": rows})
 
 
 def _row(kind: str, length: int, case: str, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,7 +280,7 @@ def _below(other: Any, own: Any) -> Any:
     return other.mean(0) - own.mean(0)
 
 
-PARTS = {"deepen": deepen, "measure": measure}
+PARTS = {"deepen": deepen, "measure": measure, "rates": rates}
 
 
 def main() -> None:

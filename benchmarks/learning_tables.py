@@ -238,7 +238,7 @@ def lengths_text() -> str:
         "fitted to tokens": "{fitted:,}",
         "learned from tokens": "{tokens:,}",
         "at a rate of": "{rate}",
-        "seeds": "{seeds}",
+        "seeds": lambda row: "-" if row["case"] == "window" else ", ".join(map(str, row["seeds"])),
     }
     models = [
         {"case": name} | own | ({} if name.startswith("window") else {"fitted": found["fitted"]})
@@ -246,9 +246,25 @@ def lengths_text() -> str:
     ]
     return on_machine(
         f"The last {found['counted']:,} tokens of a text after more and more of it, in nats, with 95% intervals over "
-        f"texts; each model is the mean of its seeds, its window {found['window']}.\n\n{table(columns, rows)}\n\n{table(grown, more)}\n\n"
-        f"{table(sizes, models)}",
+        f"texts; of each model the mean of its seeds, a window of {found['window']}.\n\n{table(columns, rows)}\n\n"
+        f"{table(grown, more)}\n\n{table(sizes, models)}{_rates_text()}",
         known["environment"],
+    )
+
+
+def _rates_text() -> str:
+    """What the layers give at other learning rates."""
+    known = record("learning_lengths").get("rates")
+    if known is None:
+        return ""
+    found = known["results"]
+    columns: Columns = {
+        "text": "{kind}", "texts": "{texts}", "rate of the layers": "{rate}", "nats": "{nats:.3f}",
+        "below the rate above": between("below the rate chosen"),
+    }  # fmt: skip
+    return (
+        f"\n\nThe layers at another learning rate, seed {found['seed']}, after {found['rows'][0]['length']:,} tokens:"
+        f"\n\n{table(columns, found['rows'])}"
     )
 
 
@@ -315,8 +331,9 @@ def _beside_layers() -> str:
         if (row["kind"], row["case"]) == ("LaTeX", "additions") and "length" in row
     }
     shortest, longest = min(by_length), max(by_length)
+    seeds = {*found["models"]["additions"]["seeds"]} & {*found["models"]["window and layers"]["seeds"]}
     return (
         f" Where all that a DRT adds learns from the loss, LaTeX costs {by_length[shortest]} nats a token less than "
         f"with as many parameters in layers of its base that learned from as many tokens, and {by_length[longest]} "
-        f"after {longest:,} tokens in place of {shortest:,} ({counted(found['models']['additions']['seeds'], 'seed')})."
+        f"after {longest:,} tokens in place of {shortest:,} ({counted(len(seeds), 'seed')})."
     )

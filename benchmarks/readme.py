@@ -343,7 +343,7 @@ def compare_text() -> str:
 
 
 def compare_parts_text() -> str:
-    parts = [*compare_tables.parts(record("compare")), *compare_tables.parts(record("compare_long"))]
+    parts = compare_tables.parts(record("compare"))
     return "\n\n".join(on_machine(f"**{title}.** {text}", part["environment"]) for title, part, text in parts)
 
 

@@ -44,9 +44,10 @@ def start_again_set_up() -> None:
         os.execve(program, [program, *sys.orig_argv[1:]], os.environ | missing | {_STARTED: str(os.getpid())})
     except (OSError, ValueError) as error:  # an embedded Python, no right to start it, no room for two
         ways = " ".join(f"{name}={value}" for name, value in missing.items())
-        sys.stderr.write(
+        print(
             f"trailmark: this Python cannot be started again ({error}) with settings that make it faster and change no "
-            f"result. To have them, set {ways}\n"
+            f"result. To have them, set {ways}",
+            file=sys.stderr,
         )
 
 

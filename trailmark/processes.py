@@ -252,8 +252,9 @@ def leave() -> NoReturn:
     At once: objects that still hold a group of processes are taken apart in any order when the interpreter ends, and
     now and then its threads abort the process then ("terminate called"), which launchers take for a failed training.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it was closed before Python began
+            stream.flush()
     os._exit(0)
 
 

@@ -68,10 +68,10 @@ def test_norms_are_computed_in_float32(dtype: torch.dtype) -> None:
 
     # in float16 the squares would be infinite
     assert_low_precision_within_budget(lambda x, w: rms_normalize(x, EPS, w), oracle, x, weight)
-    for own in (weight, weight.double()):  # of its dtype, and of another
+    for own in (None, weight, weight.double()):  # of its dtype, and of another
         with torch.no_grad():
             without_graph = rms_normalize(x, EPS, own)
-        torch.testing.assert_close(without_graph, rms_normalize(x, EPS, own).detach())
+        assert torch.equal(without_graph, rms_normalize(x, EPS, own).detach())
 
 
 def test_norms_without_a_graph_under_autocast() -> None:

@@ -380,6 +380,7 @@ class ChunkMemory:
         self, rows: Integers, chunks: Integers
     ) -> Iterator[tuple[ChunkMemory, Integers, tuple[Integers, Integers]]]:
         """Memories in which chunks [n] lie: which of them do, and their rows and columns of its tables."""
+        assert chunks.min(initial=0) >= 0
         memory, left = self, np.arange(len(chunks))
         while len(left):
             base = memory._num_base

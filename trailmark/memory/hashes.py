@@ -15,7 +15,7 @@ from trailmark.files import in_threads, write_at
 BLOCK_BYTES = 64 << 20
 """Of records under one SHA-256. Every version so far wrote this; another size needs another format."""
 
-_PIECE_BYTES = 4 << 20
+PIECE_BYTES = 4 << 20  # working memory of streaming and converting
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 Pieces = Callable[[int, int], Iterator[memoryview]]
@@ -158,7 +158,7 @@ def pieces_of(file: int, path: Path) -> Pieces:
 
     def pieces(start: int, stop: int) -> Iterator[memoryview]:
         while start < stop:
-            read = os.pread(file, min(_PIECE_BYTES, stop - start), start)
+            read = os.pread(file, min(PIECE_BYTES, stop - start), start)
             if not read:
                 raise damaged(path, f"{stop} bytes, got {start}")
             yield memoryview(read)

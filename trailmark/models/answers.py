@@ -94,7 +94,7 @@ class ConfigAnswers:
         if 0 < retrieved < least:
             raise ValueError(
                 f"num_retrieved_chunks: expected at least {least} in training, got {retrieved}: the weight of a single "
-                "chunk is always 1, so its score gets no gradient and the retriever learns nothing."
+                "chunk is always 1, so its score gets no gradient and the retriever learns nothing. Retrieve more."
             )
 
     @property

@@ -398,6 +398,14 @@ class LayeredConfig(TrailmarkConfig):
 
     why_some_are_upper: ClassVar[str] = "one upper layer must read"
 
+    if TYPE_CHECKING:  # fields of all that are one
+        chunk_size: int
+        num_retrieved_chunks: int
+        num_encoder_layers: int
+
+        @property
+        def num_retrieval_groups(self) -> int: ...
+
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_lower_layers is None:
             self.num_lower_layers = self.num_hidden_layers // 2
@@ -409,28 +417,25 @@ class LayeredConfig(TrailmarkConfig):
 
     @property
     def layers_per_group(self) -> int:
-        own: Any = self
-        return self.num_upper_layers // int(own.num_retrieval_groups)
+        return self.num_upper_layers // self.num_retrieval_groups
 
     def with_fewer_layers(self, count: int) -> Self:
         """Two groups stay."""
-        own: Any = self
-        groups, lower = min(own.num_retrieval_groups, 2), min(self.num_lower_layers, count)
+        groups, lower = min(self.num_retrieval_groups, 2), min(self.num_lower_layers, count)
         return with_fields(
             self,
             num_hidden_layers=lower + groups * min(self.layers_per_group, count),
             num_lower_layers=lower,
             num_retrieval_groups=groups,
-            num_encoder_layers=min(own.num_encoder_layers, count),
+            num_encoder_layers=min(self.num_encoder_layers, count),
         )
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
-        own: Any = self
         for name in ("chunk_size", "num_retrieval_groups"):
             expect(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        expect_count(own.num_retrieved_chunks)
-        lower, layers, groups = self.num_lower_layers, self.num_hidden_layers, own.num_retrieval_groups
+        expect_count(self.num_retrieved_chunks)
+        lower, layers, groups = self.num_lower_layers, self.num_hidden_layers, self.num_retrieval_groups
         expect(
             lower is None or 0 <= lower < layers,
             "num_lower_layers",

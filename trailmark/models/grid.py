@@ -75,9 +75,17 @@ _SMALL = 64
 _small, _large = lru_cache(maxsize=512)(_uniform), lru_cache(maxsize=16)(_uniform)
 
 
-def _laid_out_alike(tokens: int, *how: Any) -> Grid:
-    """The grid of a call whose rows are all laid out alike; ``how``: the other arguments of :func:`_uniform`."""
-    return (_small if tokens <= _SMALL else _large)(tokens, *how)
+def _laid_out_alike(
+    tokens: int,
+    chunk_size: int | None,
+    phase: int,
+    close_chunk: bool,
+    landmarks: bool,
+    counts_landmarks: bool,
+) -> Grid:
+    """The grid of a call whose rows are all laid out alike."""
+    known = _small if tokens <= _SMALL else _large
+    return known(tokens, chunk_size, phase, close_chunk, landmarks, counts_landmarks)
 
 
 class Layouts:
@@ -101,7 +109,7 @@ class Layouts:
     ) -> Grid:
         """The layout of one call; the arguments are those of :func:`lay_out`."""
         if phases is None and counts is None and documents is None and isinstance(close_chunk, bool):
-            return self.of(tokens, close_chunk)
+            return self.of(tokens, close_chunk)  # in a graph it is known there alone
         own = self.landmarks, self.counts_landmarks
         return lay_out(tokens, self.chunk_size, phases, counts, close_chunk, documents, *own)
 

@@ -1,7 +1,7 @@
 """What a model retrieves while it trains: how old, how evenly weighted, and what is never read.
 
 Row n of a selection is what chunk n's landmark selected, among the chunks before n. All is summed on the device,
-over micro-batches and, if wanted, processes; nothing waits before :meth:`RetrievalStatistics.means`.
+over micro-batches and processes; nothing waits before :meth:`RetrievalStatistics.means`.
 """
 
 from __future__ import annotations

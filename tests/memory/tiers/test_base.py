@@ -226,9 +226,8 @@ def test_records_of_another_shape_are_refused(store: ChunkStore) -> None:
 def test_a_log_is_streamed_to_a_file_and_to_other_tiers(
     tier: str, other: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (records_module, resident, disk):
+    for module in (records_module, resident, disk, hashes):
         monkeypatch.setattr(module, "PIECE_BYTES", 1000)  # several pieces, not at the ends of records
-    monkeypatch.setattr(hashes, "_PIECE_BYTES", 1000)
     store, copy = filled(tier, 200), tier_named(other).made(RecordLayout(SHAPE, torch.float32, "cpu"))
     exact = records(200)[:count]
     assert b"".join(store.pieces(0, count * store.record_bytes)) == exact.numpy().tobytes()

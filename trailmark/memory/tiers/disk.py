@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trailmark.files import NoSpaceError, is_no_space, lock, write_at
-from trailmark.memory.hashes import pieces_of
+from trailmark.memory.hashes import PIECE_BYTES, pieces_of
 from trailmark.memory.tiers.files import (
     Mapped,
     note_overwriting,
@@ -26,7 +26,7 @@ from trailmark.memory.tiers.files import (
     stamp,
     temporary_folder,
 )
-from trailmark.memory.tiers.records import PIECE_BYTES, Bytes, ChunkStore, Numbers, RecordLayout, bytes_of
+from trailmark.memory.tiers.records import Bytes, ChunkStore, Numbers, RecordLayout, bytes_of
 from trailmark.ops.arguments import require
 
 _KEEP_FREE = 64 << 20  # of a disk, for the rest of a memory: landmark vectors, windows

@@ -15,10 +15,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from trailmark.memory.hashes import Signed
+from trailmark.memory.hashes import PIECE_BYTES, Signed
 from trailmark.ops.arguments import require
-
-PIECE_BYTES = 4 << 20  # working memory of streaming and converting
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]

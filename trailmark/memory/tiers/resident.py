@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from trailmark.files import in_units
+from trailmark.memory.hashes import PIECE_BYTES
 from trailmark.memory.tiers.files import Mapped, open_records
-from trailmark.memory.tiers.records import PIECE_BYTES, Bytes, ChunkStore, Numbers, RecordLayout, bytes_of
+from trailmark.memory.tiers.records import Bytes, ChunkStore, Numbers, RecordLayout, bytes_of
 from trailmark.ops.arguments import require
 
 _FIRST_SEGMENT = 64  # records

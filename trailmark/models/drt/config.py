@@ -4,12 +4,7 @@
 
 from typing import Literal
 
-from trailmark.models.configuration import (
-    LayeredConfig,
-    TrailmarkConfig,
-    checked,
-    expect,
-)
+from trailmark.models.configuration import LayeredConfig, TrailmarkConfig, checked, expect
 
 
 @checked

@@ -4,12 +4,7 @@
 
 from typing import Any, Literal
 
-from trailmark.models.configuration import (
-    Filled,
-    LayeredConfig,
-    checked,
-    expect,
-)
+from trailmark.models.configuration import Filled, LayeredConfig, checked, expect
 
 
 @checked

@@ -4,12 +4,7 @@
 
 from typing import Literal, Self
 
-from trailmark.models.configuration import (
-    LayeredConfig,
-    checked,
-    expect,
-    with_fields,
-)
+from trailmark.models.configuration import LayeredConfig, checked, expect, with_fields
 
 
 @checked

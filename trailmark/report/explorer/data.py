@@ -17,7 +17,7 @@ from trailmark.values import visible
 Array = npt.NDArray[Any]
 _ALIGNMENT = 8  # bytes: a script may look at each array where it lies
 _BATCH = 1024  # chunks that are put together at once
-# of 1M tokens, level 6 took up to twice the time for at most 2% less (benchmarks/explorer.json)
+# of 1M tokens, level 6 took up to twice the time for at most 2% less
 _LEVEL = 4
 _REPLACEMENT = 0xFFFD
 _TYPES = {"u1": "uint8", "u2": "uint16", "u4": "uint32", "f4": "float32"}
