@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from trailmark.data.corpus import text_tokens, tokenize, tokenize_parts
+from trailmark.data.corpus import Integers, text_tokens, tokenize, tokenize_parts
 from trailmark.untrusted import first_line
 
-Integers = npt.NDArray[np.int64]
 # what a template is given; they stand in no template, and trimming changes nothing of them
 _EARLIER, _ANSWER, _ASKED = "EARLIER-2c7f", "ANSWER-91d4", "ASKED-5be0"
 

@@ -24,6 +24,7 @@ from trailmark.untrusted import open_regular
 
 logger = logging.getLogger(__name__)
 
+Integers = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int32]
 T = TypeVar("T")
 _LINE_ENDS = re.compile(r"(?<=\S)(\n)(?=\S)")

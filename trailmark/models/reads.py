@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from trailmark.memory.tables import Integers
 from trailmark.ops import ChunkSelection
 
-Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.floating[Any]]
 
 

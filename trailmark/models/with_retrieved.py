@@ -35,8 +35,8 @@ def with_retrieved(model: Model, count: int) -> Model:
     kind = type(model)
     if not hasattr(model.config, "num_retrieved_chunks"):
         raise ValueError(
-            f"model: expected one that retrieves (DRT, HiLS, RPT, Landmark Attention), got {kind.__name__}: there are "
-            "no chunks to read more or less of. It predicts from its window and states alone; use it as it is."
+            f"model: expected one that retrieves (DRT, HiLS, HSA, RPT, Landmark Attention), got {kind.__name__}: there "
+            "are no chunks to read more or less of. It predicts from its window and states alone; use it as it is."
         )
     config = copy.deepcopy(model.config)
     config.num_retrieved_chunks = count

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from tests.models.conversion.bases import byte_level, rope
 from trailmark.models.conversion.convert import convert
-from trailmark.models.conversion.tensors import without_weights
+from trailmark.models.conversion.tensors import pretrained_without_weights
 from trailmark.training.config import load_run_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -40,7 +40,7 @@ def hollow(config: Any, folder: Path) -> Path:
     """A folder with a base's configuration, a tokenizer, and a file of its tensors with holes for their values."""
     config.save_pretrained(folder)
     byte_level().save_pretrained(folder)
-    model = without_weights(config, "base")
+    model = pretrained_without_weights(config, "base")
     header, end = {}, 0
     for name, x in model.state_dict().items():
         if name not in model.all_tied_weights_keys:

@@ -38,14 +38,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trailmark.data.chat import ChatTurns, control_ids
-from trailmark.data.corpus import Tokens, tokenize, tokenize_parts
+from trailmark.data.corpus import Integers, Tokens, tokenize, tokenize_parts
 from trailmark.data.draws import Draws
 from trailmark.data.needles.words import WORDS
 
-Integers = npt.NDArray[np.int64]
 FORMATS = ("marks", "sentences", "paraphrases", "paper")
 VALUES = {
     "marks": ("numbers",),

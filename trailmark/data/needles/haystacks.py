@@ -11,10 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trailmark.data.corpus import Tokens
+from trailmark.data.corpus import Integers, Tokens
 from trailmark.data.shards import Corpus
 
-Integers = npt.NDArray[np.int64]
 _PIECE = 1 << 20  # tokens that are looked at at a time
 
 

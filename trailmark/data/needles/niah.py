@@ -26,11 +26,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trailmark.data.corpus import Integers
 from trailmark.data.needles.formats import IGNORED, Name, Paper, QuestionText
 from trailmark.data.needles.haystacks import Stream
 from trailmark.data.needles.tasks import Facts
 
-Integers = npt.NDArray[np.int64]
 _ATTEMPTS = 100  # to draw values that the haystack does not hold
 
 

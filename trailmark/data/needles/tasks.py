@@ -14,15 +14,14 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from trailmark.data.chat import ChatTurns
+from trailmark.data.corpus import Integers
 from trailmark.data.draws import Draws
 from trailmark.data.needles.formats import Format, Marks, Name, NeedleText, Paper, QuestionText, Sentences
 from trailmark.data.needles.haystacks import Haystack, Needle, occurring
 from trailmark.data.needles.paraphrases import Paraphrases
 
-Integers = npt.NDArray[np.int64]
 Kind = Literal["single", "multi-key", "multi-value", "multi-query", "hops"]
 KINDS: tuple[Kind, ...] = ("single", "multi-key", "multi-value", "multi-query", "hops")
 _ATTEMPTS = 100  # to draw values that the haystack does not hold

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trailmark.data.corpus import tokenizer_fingerprint, vocabulary_size
+from trailmark.data.corpus import Integers, tokenizer_fingerprint, vocabulary_size
 from trailmark.data.shards import Corpus
 from trailmark.files import read_json, write_text
 
@@ -28,7 +28,6 @@ _AT_A_TIME = 1 << 22  # numbers of a temporary array
 _SCORES = 1 << 25  # scores of chunks that are in memory at a time
 _READ = 1 << 18  # tokens that are counted at a time
 
-Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 

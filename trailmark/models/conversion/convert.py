@@ -36,7 +36,7 @@ from trailmark.models.conversion.additions import ADDITIONS, Additions
 from trailmark.models.conversion.additions import ARGUMENT as ADDITIONS_ARGUMENT
 from trailmark.models.conversion.back import BACK
 from trailmark.models.conversion.base import ARGUMENT, TOLD, Base, known_token, open_base
-from trailmark.models.conversion.ours import OurTensors, as_base, is_ours
+from trailmark.models.conversion.ours import OurTensors, as_base, is_folder_of_ours
 from trailmark.models.conversion.parts import KINDS, Parts
 from trailmark.models.conversion.targets import TARGETS
 from trailmark.models.conversion.tensors import (
@@ -47,9 +47,9 @@ from trailmark.models.conversion.tensors import (
     expect_tensors,
     num_bytes,
     open_tensors,
+    pretrained_without_weights,
     write_tensors,
 )
-from trailmark.models.conversion.tensors import without_weights as pretrained_without_weights
 from trailmark.models.conversion.vocabulary import open_tokenizer, save_tokenizer, without_embedding
 from trailmark.models.fields import field_types, parse_fields
 from trailmark.models.registry import architectures
@@ -116,7 +116,7 @@ def open_any_base(model: str | os.PathLike[str]) -> Base:
     Raises:
         ValueError: there is none, it cannot be read, or it has something that no model of ours has.
     """
-    return as_base(str(model)) if is_ours(str(model)) else open_base(model)
+    return as_base(str(model)) if is_folder_of_ours(str(model)) else open_base(model)
 
 
 def targets() -> list[str]:

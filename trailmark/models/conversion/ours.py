@@ -13,8 +13,7 @@ from trailmark.models.conversion import report
 from trailmark.models.conversion.additions import ADDITIONS, Additions
 from trailmark.models.conversion.back import BACK, family_config, lacking, parts_of
 from trailmark.models.conversion.base import ARGUMENT, Base, fields_of
-from trailmark.models.conversion.tensors import SafetensorFiles, expect_tensors
-from trailmark.models.conversion.tensors import without_weights as pretrained_without_weights
+from trailmark.models.conversion.tensors import SafetensorFiles, expect_tensors, pretrained_without_weights
 from trailmark.models.size import without_weights
 from trailmark.models.window.config import SlidingWindowConfig
 from trailmark.trained import base_length
@@ -23,7 +22,7 @@ from trailmark.untrusted import brief
 _CARRIED = "num_sinks", "sliding_window", "layer_types"  # a Base says these itself
 
 
-def is_ours(model: str) -> bool:
+def is_folder_of_ours(model: str) -> bool:
     """Whether it is a folder with a model of ours that has a window alone."""
     found = read_json(Path(model) / "config.json")
     return isinstance(found, dict) and found.get("model_type") == SlidingWindowConfig.model_type

@@ -161,7 +161,7 @@ def _expect_plain_positions(base: Base, names: list[str]) -> None:
         )
 
 
-def without_weights(config: Any, name: str) -> Any:
+def pretrained_without_weights(config: Any, name: str) -> Any:
     """A model of transformers on the meta device: what tensors it has, and of which shapes."""
     from transformers import AutoModelForCausalLM
 
@@ -175,7 +175,7 @@ def open_tensors(base: Base) -> Tensors:
     Raises:
         ValueError: some are missing, left over or of other shapes.
     """
-    model = without_weights(base.config, base.name)
+    model = pretrained_without_weights(base.config, base.name)
     if base.gguf is not None:
         tensors: Tensors = GGUFFile(base, model.state_dict())
     else:
