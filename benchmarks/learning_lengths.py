@@ -2,7 +2,7 @@
 
     TRAILMARK_DATA=... python benchmarks/learning.py train --begin slowly --seeds 0
     TRAILMARK_DATA=... python benchmarks/learning.py train --begin additions --seeds 0
-    TRAILMARK_DATA=... python benchmarks/learning_lengths.py [deepen measure rates] [--seeds 0] [--texts 6 3 4]
+    TRAILMARK_DATA=... python benchmarks/learning_lengths.py [deepen measure rates] [--seeds 0 1] [--texts 6 5 4]
 
 Writes benchmarks/learning_lengths.json. The same last tokens of a text are read after 1, 4 and 16 training lengths of
 it: by a DRT with the chunks that it chooses and with others in their place, by its base with a window alone, and by
@@ -48,7 +48,7 @@ from trailmark.files import sha256_of
 from trailmark.machine import start_again_set_up
 from trailmark.models import SlidingWindowForCausalLM
 from trailmark.models.drt.chunks import MemoryChunks
-from trailmark.report.console import Progress
+from trailmark.report.console import Progress, counted
 from trailmark.trace.losses import nats
 from trailmark.untrusted import read_yaml
 
@@ -215,6 +215,11 @@ class Measured:
 
 def measure(options: argparse.Namespace) -> None:
     measured, rows, seeds = Measured(options), [], options.seeds
+    for name, compared in COMPARED.items():
+        there = compared.trained(options.folder, seeds).values()
+        measured.losses.progress.say(
+            f"{name}: {counted(len(there), 'model')} of seed {', '.join(map(str, there))}"
+        )
     for kind in measured.stretches:
         gains = []
         for length in (LENGTH * factor for factor in FACTORS):
@@ -248,19 +253,23 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def rates(options: argparse.Namespace) -> None:
-    """The layers at other learning rates, each with the first seed, on texts of the training length."""
+    """The layers at other learning rates beside the DRT, with the first seed, on texts of the training length."""
     seed, rows = options.seeds[0], []
     for rate in OTHER_RATES:
         _deepen(options, [seed], rate)
-    measured = Measured(options)
+    measured, drt = Measured(options), COMPARED["additions"]
     for kind in measured.stretches:
-        found = {
-            rate: measured.of(kind, LENGTH, "window and layers", deepened(options.folder, seed, rate))[:, 0]
-            for rate in (RATE, *OTHER_RATES)
-        }
-        for rate, own in found.items():
+        memory = measured.of(kind, LENGTH, "additions", drt.folder(options.folder, seed), drt.rules)[:, 0]
+        chosen = None
+        for rate in (RATE, *OTHER_RATES):
+            own = measured.of(kind, LENGTH, "window and layers", deepened(options.folder, seed, rate))[:, 0]
             row = {"kind": kind, "length": LENGTH, "rate": rate, "texts": len(own), "nats": float(own.mean())}
-            rows.append(row | ({} if rate == RATE else interval("below the rate chosen", found[RATE] - own)))
+            row |= interval("additions below", own - memory)
+            if chosen is None:
+                chosen = own
+            else:
+                row |= interval("below the rate chosen", chosen - own)
+            rows.append(row)
     keep(options.output, "rates", {"seed": seed, "rows": rows})
 
 
@@ -287,7 +296,7 @@ def main() -> None:
     parser = parser_of(__doc__, PARTS, OUTPUT)
     parser.add_argument("--seeds", type=int, nargs="+", default=(0,))
     parser.add_argument(
-        "--texts", type=int, nargs=3, default=(6, 3, 4), help="stretches of LaTeX, of Python and of books"
+        "--texts", type=int, nargs=3, default=(6, 5, 4), help="stretches of LaTeX, of Python and of books"
     )
     parser.add_argument("--set", nargs="*", default=[], help="keys of the training, as key=value")
     options = parser.parse_args()

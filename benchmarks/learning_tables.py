@@ -261,6 +261,7 @@ def _rates_text() -> str:
     columns: Columns = {
         "text": "{kind}", "texts": "{texts}", "rate of the layers": "{rate}", "nats": "{nats:.3f}",
         "below the rate above": between("below the rate chosen"),
+        "how far the DRT, all it adds learned, is below them": between("additions below"),
     }  # fmt: skip
     return (
         f"\n\nThe layers at another learning rate, seed {found['seed']}, after {found['rows'][0]['length']:,} tokens:"
@@ -324,7 +325,8 @@ def summary_text() -> str:
 
 def _beside_layers() -> str:
     """What the README says of a memory in place of layers."""
-    found = record("learning_lengths")["lengths"]["results"]
+    known = record("learning_lengths")
+    found = known["lengths"]["results"]
     by_length = {
         row["length"]: between("below window and layers").format(**row)
         for row in found["rows"]
@@ -332,8 +334,11 @@ def _beside_layers() -> str:
     }
     shortest, longest = min(by_length), max(by_length)
     seeds = {*found["models"]["additions"]["seeds"]} & {*found["models"]["window and layers"]["seeds"]}
+    faster = [row for row in known["rates"]["results"]["rows"] if row["kind"] == "LaTeX"][-1]
     return (
         f" Where all that a DRT adds learns from the loss, LaTeX costs {by_length[shortest]} nats a token less than "
         f"with as many parameters in layers of its base that learned from as many tokens, and {by_length[longest]} "
-        f"after {longest:,} tokens in place of {shortest:,} ({counted(len(seeds), 'seed')})."
+        f"after {longest:,} tokens in place of {shortest:,} ({counted(len(seeds), 'seed')}); but layers at a learning "
+        f"rate of {faster['rate']} come near: {between('additions below').format(**faster)} (one seed; of the DRT no "
+        "other rate was tried)."
     )

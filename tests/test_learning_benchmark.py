@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -78,3 +79,16 @@ def test_layers_that_are_added_change_nothing_yet(lengths: ModuleType) -> None:
         added, before = model.layers[number], model.layers[number - 1]
         assert torch.equal(added.mlp.gate_up_proj.weight, before.mlp.gate_up_proj.weight)
         assert not added.attention.o_proj.weight.any()
+
+
+def test_each_model_has_the_seeds_that_were_trained(lengths: ModuleType, tmp_path: Path) -> None:
+    compared = lengths.Compared(lengths.deepened)
+    with pytest.raises(SystemExit, match="deepened-0: expected a model that was trained"):
+        compared.trained(tmp_path, (0, 1, 2))
+    for seed in (0, 1, 2):  # that of seed 1 was stopped
+        (tmp_path / f"deepened-{seed}").mkdir()
+        if seed != 1:
+            (tmp_path / f"deepened-{seed}" / "model.safetensors").touch()
+    assert compared.trained(tmp_path, (0, 1, 2)) == {tmp_path / "deepened-0": 0, tmp_path / "deepened-2": 2}
+    alike = lengths.Compared(lambda folder, seed: folder / "deepened-0")
+    assert alike.trained(tmp_path, (2, 0)) == {tmp_path / "deepened-0": 2}
