@@ -260,16 +260,14 @@ def rates(options: argparse.Namespace) -> None:
     measured, drt = Measured(options), COMPARED["additions"]
     for kind in measured.stretches:
         memory = measured.of(kind, LENGTH, "additions", drt.folder(options.folder, seed), drt.rules)[:, 0]
-        chosen = None
-        for rate in (RATE, *OTHER_RATES):
-            own = measured.of(kind, LENGTH, "window and layers", deepened(options.folder, seed, rate))[:, 0]
+        layers = {
+            rate: measured.of(kind, LENGTH, "window and layers", deepened(options.folder, seed, rate))[:, 0]
+            for rate in (RATE, *OTHER_RATES)
+        }
+        for rate, own in layers.items():
             row = {"kind": kind, "length": LENGTH, "rate": rate, "texts": len(own), "nats": float(own.mean())}
             row |= interval("additions below", own - memory)
-            if chosen is None:
-                chosen = own
-            else:
-                row |= interval("below the rate chosen", chosen - own)
-            rows.append(row)
+            rows.append(row if rate == RATE else row | interval("below the rate chosen", layers[RATE] - own))
     keep(options.output, "rates", {"seed": seed, "rows": rows})
 
 
