@@ -215,11 +215,10 @@ class Measured:
 
 def measure(options: argparse.Namespace) -> None:
     measured, rows, seeds = Measured(options), [], options.seeds
-    for name, compared in COMPARED.items():
-        there = compared.trained(options.folder, seeds).values()
-        measured.losses.progress.say(
-            f"{name}: {counted(len(there), 'model')} of seed {', '.join(map(str, there))}"
-        )
+    there = {name: compared.trained(options.folder, seeds) for name, compared in COMPARED.items()}
+    for name, own_seeds in there.items():
+        said = f"{counted(len(own_seeds), 'model')} of seed {', '.join(map(str, own_seeds.values()))}"
+        measured.losses.progress.say(f"{name}: {said}")
     for kind in measured.stretches:
         gains = []
         for length in (LENGTH * factor for factor in FACTORS):
@@ -227,10 +226,7 @@ def measure(options: argparse.Namespace) -> None:
             if length == LENGTH:
                 found[FULL] = measured.of(kind, length, FULL, measured.base)[None, :, 0]
             for name, compared in COMPARED.items():
-                own = [
-                    measured.of(kind, length, name, folder, compared.rules)
-                    for folder in compared.trained(options.folder, seeds)
-                ]
+                own = [measured.of(kind, length, name, folder, compared.rules) for folder in there[name]]
                 cases = [name, *(f"{name}, {rule}" for rule in compared.rules)]
                 found |= dict(zip(cases, np.moveaxis(np.array(own), -1, 0), strict=True))
             rows += [_row(kind, length, case, found) for case in found]
@@ -239,8 +235,7 @@ def measure(options: argparse.Namespace) -> None:
             grown = gains[-1][name] - gains[0][name]
             rows.append({"kind": kind, "case": name, "texts": len(grown)} | interval("grown", grown))
     models: dict[str, dict[str, Any]] = {}
-    for name, compared in COMPARED.items():
-        own_seeds = compared.trained(options.folder, seeds)
+    for name, own_seeds in there.items():
         folder = next(iter(own_seeds))
         models[name] = {"parameters": parameters(opened(folder)), "seeds": [*own_seeds.values()]}
         if (file := folder / "run.yaml").exists():

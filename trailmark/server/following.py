@@ -88,11 +88,12 @@ class Follower:
         held = int(state.memory.chunks[row])
         waits = state.phases[row] if state.cell is None else state.cell.counts[row]
         # a cell of a Landmark model with a bounded memory may have read what its own chunks have put out since
-        known = [read.chunks >= cache.memory.first_chunk(state.memory)[row] for read in reads]
-        reads = tuple(
-            replace(read, chunks=read.chunks[own], weights=read.weights[own])
-            for read, own in zip(reads, known, strict=True)
-        )
+        if (first := int(cache.memory.first_chunk(state.memory)[row])) > 0:
+            reads = tuple(
+                replace(read, chunks=read.chunks[own], weights=read.weights[own])
+                for read in reads
+                for own in [read.chunks >= first]
+            )
         chunks = np.concatenate([read.chunks for read in reads])
         # it ends where the next one begins; the one after the last, where what is not in memory does
         wanted = np.concatenate([chunks, chunks + 1])

@@ -224,12 +224,9 @@ def _check_data(config: RunConfig) -> None:
         raise ValueError(
             f"data.separate_documents: expected false with data.task {data.task}, whose samples are one document each."
         )
-    for name, default in (("hops", 1), ("chains", None), ("distractors", 0)):
-        if data.task != "niah" and getattr(data, name) != default:
-            raise ValueError(
-                f"data.{name}: expected {_as_yaml(default)} with data.task {data.task}, got {getattr(data, name)}: it "
-                "belongs to task niah. Leave it out."
-            )
+    for name, default in (("hops", 1), ("chains", None), ("distractors", 0)) if data.task != "niah" else ():
+        beside = f"data.{name}", getattr(data, name), default, f"data.task {data.task}"
+        _expect_beside(*beside, "it belongs to task niah", "set data.task=niah")
     if data.needle_share > 0 and data.task != "text":
         raise ValueError(
             f"data.needle_share: expected 0 with data.task {data.task}, got {data.needle_share}: needles are mixed "
