@@ -233,7 +233,8 @@ class Demo:
             model = type(run.model).from_pretrained(folder)
         else:
             self.record["results"] = [r for r in self.record["results"] if r["model"] != name]
-            self.say(f"\nTraining {NAMES[name]} ({count:,} parameters, {steps} steps of 4,096 tokens) ...")
+            tokens = config.training.tokens_per_step
+            self.say(f"\nTraining {NAMES[name]} ({count:,} parameters, {steps} steps of {tokens:,} tokens) ...")
             model = run.train()
             self.progress.clear()
         history = read_history(folder)

@@ -524,17 +524,33 @@ class ChunkEncoderLayer(GradientCheckpointingLayer):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def encode_rows(
-    layers: nn.ModuleList, rows: Tensor, rotary: Tensor, mask: Tensor | None, landmark_alone: bool
-) -> Tensor:
-    """Rows [B, C, R, E] of chunks through layers of class ChunkEncoderLayer.
+def encode_chunks(
+    config: Any, layers: nn.ModuleList, norm: nn.Module, rows: Tensor, grid: Grid, keeps_tokens: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Chunks through layers of class ChunkEncoderLayer: their tokens, and what sums each up as ``chunk_summary`` says.
 
-    With ``landmark_alone`` the last layer computes no row but a chunk's last, [B, C, 1, E].
+    Where nothing needs what the last layer makes of tokens, it runs on the landmarks alone.
+
+    Args:
+        rows: [B, C, S + 1, E] of the chunks of ``grid``, the landmark last.
+
+    Returns:
+        [B, C, S, E], or [B, C, 0, E] where the landmarks were alone; [B, C, E]; how many tokens exist, [B, C].
     """
+    B, C, R = rows.shape[:3]
+    rotary = rotary_table(R, config.head_dim, config.rope, rows)
+    lengths, mask = grid.lengths_on(rows.device).expand(B, C), None
+    absent = torch.arange(R - 1, device=rows.device) >= lengths[..., None]  # [B, C, S]
+    if grid.has_short_chunks:
+        mask = torch.where(F.pad(absent, (0, 1)), -torch.inf, 0.0).to(rotary).reshape(B * C, 1, 1, R)
+    alone = not keeps_tokens and config.chunk_summary == "landmark"
     for number, layer in enumerate(layers, 1):
-        alone = landmark_alone and number == len(layers)
-        rows = layer(rows, rotary, mask, slice(-1, None) if alone else slice(None))
-    return rows
+        rows = layer(rows, rotary, mask, slice(-1, None) if alone and number == len(layers) else slice(None))
+    rows = norm(rows)
+    tokens, summary = rows[:, :, :-1], rows[:, :, -1]
+    if config.chunk_summary == "mean":
+        summary = tokens.masked_fill(absent[..., None], 0).sum(2) / lengths[..., None].clamp(min=1)
+    return tokens, summary, lengths
 
 
 def rotary_table(length: int, head_dim: int, rope: Rope, like: Tensor, first: Tensor | None = None) -> Tensor:

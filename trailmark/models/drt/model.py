@@ -37,10 +37,9 @@ from trailmark.models.layers import (
     RMSNorm,
     WindowAttention,
     WindowLayer,
-    encode_rows,
+    encode_chunks,
     fused_linear,
     rms_normalize,
-    rotary_table,
     rotary_where_a_window_ends,
     rotate,
 )
@@ -71,28 +70,12 @@ class ChunkEncoder(nn.Module):
     def forward(self, positions: Tensor, grid: Grid, keeps_kv: bool = True) -> MemoryEntries:
         """Lower hidden states, as ``grid.encoder_rows`` takes them, to the entries of the closed chunks.
 
-        ``keeps_kv``: whether the memory keeps keys and values. Where nothing needs what the last layer makes of tokens,
-        it runs on the landmarks alone, and k and v are empty [B, C, 0, J, D].
+        ``keeps_kv``: whether the memory keeps keys and values; if not, they may be empty [B, C, 0, J, D].
         """
-        config, R = self.config, self.config.chunk_size + 1
-        rows = grid.encoder_rows(positions)  # [B, C * (S + 1), E]
-        rows = self.input_norm(rows).view(rows.shape[0], -1, R, rows.shape[2])
-        B, C = rows.shape[:2]
-        rotary = rotary_table(R, config.head_dim, config.rope, rows)
-        lengths = grid.lengths_on(rows.device).expand(B, C)
-        mask = None
-        if grid.has_short_chunks:
-            row = torch.arange(R, device=rows.device)
-            mask = (row < lengths[..., None]) | (row == R - 1)  # [B, C, R]: keys that exist
-            mask = torch.where(mask, 0.0, -torch.inf).to(rotary).reshape(B * C, 1, 1, R)
-        landmark_alone = not keeps_kv and config.chunk_summary == "landmark"
-        rows = self.output_norm(encode_rows(self.layers, rows, rotary, mask, landmark_alone))
-        tokens = rows[:, :, :-1]  # the landmark is no key
+        config = self.config
+        rows = self.input_norm(grid.encoder_rows(positions)).unflatten(1, (-1, config.chunk_size + 1))
+        tokens, summary, lengths = encode_chunks(config, self.layers, self.output_norm, rows, grid, keeps_kv)
         k, v = self.kv_proj(tokens).unflatten(-1, (-1, config.head_dim)).chunk(2, dim=-2)
-        summary = rows[:, :, -1]
-        if config.chunk_summary == "mean":
-            absent = torch.arange(R - 1, device=rows.device) >= lengths[..., None]
-            summary = tokens.masked_fill(absent[..., None], 0).sum(2) / lengths[..., None].clamp(min=1)
         return MemoryEntries(k, v, self.landmark_vectors(summary), lengths)
 
     def landmark_vectors(self, summary: Tensor) -> Tensor:

@@ -31,11 +31,10 @@ from trailmark.models.layers import (
     ChunkEncoderLayer,
     RMSNorm,
     WindowLayer,
-    encode_rows,
+    encode_chunks,
     fused_linear,
     head_norm,
     rms_normalize,
-    rotary_table,
 )
 from trailmark.models.reads import AveragedReads, BeforeReading
 from trailmark.models.step import Step
@@ -59,28 +58,15 @@ class ChunkEncoder(nn.Module):
     def forward(self, positions: Tensor, grid: Grid, keeps_kv: bool = True) -> MemoryEntries:
         """Lower hidden states, as ``grid.encoder_rows`` takes them, to the entries of the closed chunks.
 
-        ``keeps_kv``: whether the memory keeps keys and values. Where nothing needs what the last layer makes of tokens,
-        it runs on the landmarks alone, and k and v are empty [B, C, 0, J, D].
+        ``keeps_kv``: whether the memory keeps keys and values; if not, they may be empty [B, C, 0, J, D].
         """
-        config, S = self.config, self.config.chunk_size
-        tokens = grid.encoder_rows(positions).unflatten(1, (-1, S))  # [B, C, S, E]
-        B, C = tokens.shape[:2]
-        rows = torch.cat([tokens, self.landmark.to(tokens.dtype).expand(B, C, 1, -1)], 2)
-        rotary = rotary_table(S + 1, config.head_dim, config.rope, rows)
-        lengths = grid.lengths_on(rows.device).expand(B, C)
-        absent = torch.arange(S, device=rows.device) >= lengths[..., None]  # [B, C, S]
-        mask = None
-        if grid.has_short_chunks:
-            there = nn.functional.pad(~absent, (0, 1), value=True)
-            mask = torch.where(there, 0.0, -torch.inf).to(rotary).reshape(B * C, 1, 1, S + 1)
-        landmark_alone = not keeps_kv and config.chunk_summary == "landmark"
-        rows = self.output_norm(encode_rows(self.layers, rows, rotary, mask, landmark_alone))
-        tokens, summary = rows[:, :, :-1], rows[:, :, -1]
+        config = self.config
+        rows = grid.encoder_rows(positions).unflatten(1, (-1, config.chunk_size))  # [B, C, S, E]
+        rows = torch.cat([rows, self.landmark.to(rows.dtype).expand(*rows.shape[:2], 1, -1)], 2)
+        tokens, summary, lengths = encode_chunks(config, self.layers, self.output_norm, rows, grid, keeps_kv)
         k, v = self.kv_proj(tokens).unflatten(-1, (-1, config.head_dim)).chunk(2, dim=-2)
         if self.k_norm is not None:
             k = self.k_norm(k)
-        if config.chunk_summary == "mean":
-            summary = tokens.masked_fill(absent[..., None], 0).sum(2) / lengths[..., None].clamp(min=1)
         return MemoryEntries(k, v, _scored(config, self.landmark_proj(summary)), lengths)
 
 
