@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -81,6 +82,18 @@ def no_restart() -> Iterator[None]:
         for name, value in SET_UP.items():
             patch.setenv(name, value)
         yield
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what stands in a report's page: drawing is tested elsewhere."""
+    monkeypatch.setattr("trailmark.report.page.available", lambda: False)
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """What comes from a pipe."""
+    return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Disks that are full, and files that another process holds."""
+"""Disks that are full, bytes that flip, files that another process holds, and what a folder holds."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ import pytest
 LOCK = (
     "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB); "
 )
+
+
+def snapshot(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def flip(path: Path, offset: int) -> None:
+    """One bit of the byte there; which one depends on the place."""
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1 << (offset % 8)
+    path.write_bytes(content)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -22,7 +21,9 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.data.corpora import prose, save_bpe, save_chat_bpe
+from tests.disks import snapshot
 from tests.models.tiny import drt, hils, landmark, window_model
+from trailmark import cli
 from trailmark.data.chat import ChatTurns
 from trailmark.evaluation.chat import Conversation
 from trailmark.evaluation.generation import Sampling, stream
@@ -51,28 +52,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture
-def memory(model: Path, tmp_path: Path, command: Command) -> Path:
-    (tmp_path / "book.txt").write_text(prose(1, 300) + "\n", encoding="utf-8")
-    assert command("read", model, tmp_path / "book.txt", "--memory", tmp_path / "memory")[0] == 0
-    return tmp_path / "memory"
+def read_book(model: Path, folder: Path) -> Path:
+    """The memory of a book, which lies beside it."""
+    (folder / "book.txt").write_text(prose(1, 300) + "\n", encoding="utf-8")
+    cli.main(["read", str(model), str(folder / "book.txt"), "--memory", str(folder / "memory")])
+    return folder / "memory"
 
 
-@pytest.fixture
-def lines(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """What comes from a pipe."""
-    return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-
-
-def snapshot(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+@pytest.fixture(scope="module")
+def memory(model: Path, tmp_path_factory: pytest.TempPathFactory, no_restart: None) -> Path:
+    return read_book(model, tmp_path_factory.mktemp("book"))
 
 
 # --- the command -----------------------------------------------------------------------------------------------
 
 
 def test_a_chat_answers_each_line_and_shows_what_was_read(
-    model: Path, memory: Path, tmp_path: Path, command: Command, lines: Callable[[str], None]
+    model: Path, memory: Path, command: Command, lines: Callable[[str], None]
 ) -> None:
     before = snapshot(memory)
     lines("Where is the river?\n\nAnd the stones?\n")
@@ -81,7 +77,7 @@ def test_a_chat_answers_each_line_and_shows_what_was_read(
     assert out.count("Read for this by group 1 of 2:") == out.count("Read for this by group 2 of 2:") == 2
     found = re.findall(r'book\.txt, tokens ([\d,]+) to ([\d,]+), bytes (\d[\d,]*) to ([\d,]+): "(.*)"', out)
     assert found
-    book = (tmp_path / "book.txt").read_bytes()
+    book = memory.with_name("book.txt").read_bytes()
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = tokenizer(book.decode(), add_special_tokens=False)["input_ids"]
     for first, last, begin, end, words in found:
@@ -97,9 +93,8 @@ def test_a_chat_answers_each_line_and_shows_what_was_read(
 def test_a_field_is_changed_for_one_conversation(
     tmp_path: Path, command: Command, lines: Callable[[str], None], refused: Callable[..., str]
 ) -> None:
-    (tmp_path / "book.txt").write_text(prose(1, 300), encoding="utf-8")
-    folder, memory = save_model(tmp_path / "model", hils, reading="windows"), tmp_path / "memory"
-    assert command("read", folder, tmp_path / "book.txt", "--memory", memory)[0] == 0
+    folder = save_model(tmp_path / "model", hils, reading="windows")
+    memory = read_book(folder, tmp_path)
     fewer = ("--memory", memory, "--max-new-tokens", "3", "--set", "num_retrieved_chunks=1")
     lines("Where?\n")
     _, every, _ = command("chat", folder, "--memory", memory, "--max-new-tokens", "3", "--passages", "9")
@@ -162,11 +157,9 @@ def test_answers_and_reads_are_those_of_the_model_itself(build: Any, tmp_path: P
     more: dict[str, Any] = {"local_length": 3 * S, "num_retrieved_chunks": 2} if build is landmark else {}
     subject = load(save_model(tmp_path / "model", build, **more))
     model, tokenizer = subject.model, subject.tokenizer
-    talk = Conversation(subject, None, Sampling(max_new_tokens=10))
-    answer = "".join(talk.ask(prose(3, 60)))
-    asked, cue = ChatTurns.of(tokenizer).question(
-        prose(3, 60).strip(), tokenizer, ChatTurns.of(tokenizer).first
-    )
+    talk, turns = Conversation(subject, None, Sampling(max_new_tokens=4)), ChatTurns.of(tokenizer)
+    answer = "".join(talk.ask(prose(3, 25)))
+    asked, cue = turns.question(prose(3, 25).strip(), tokenizer, turns.first)
     ids = torch.from_numpy(asked)[None]
     close = torch.zeros_like(ids, dtype=torch.bool)
     close[0, -1] = True
@@ -174,7 +167,7 @@ def test_answers_and_reads_are_those_of_the_model_itself(build: Any, tmp_path: P
     for token in cue.tolist():
         ids, close = torch.cat([ids, torch.tensor([[token]])], 1), torch.cat([close, close[:, :1]], 1)
     close[0, width:] = False
-    for _ in range(10):
+    for _ in range(4):
         best = model(ids, close_chunk=close, past_key_values=model.new_cache()).logits[0, -1].argmax()
         if best == tokenizer.eos_token_id:
             break
@@ -212,13 +205,12 @@ def test_answers_and_reads_are_those_of_the_model_itself(build: Any, tmp_path: P
 
 
 @torch.no_grad()
-def test_an_answer_keeps_to_what_its_question_looked_at(tmp_path: Path, command: Command) -> None:
+def test_an_answer_keeps_to_what_its_question_looked_at(tmp_path: Path) -> None:
     """Of a HiLS with a focus, in a conversation and behind a prompt; each question has its own."""
     folder = save_model(tmp_path / "model", hils, reading="windows", num_focus_chunks=1)
-    (tmp_path / "book.txt").write_text(prose(1, 300) + "\n", encoding="utf-8")
-    assert command("read", folder, tmp_path / "book.txt", "--memory", tmp_path / "memory")[0] == 0
+    memory = read_book(folder, tmp_path)
     subject, kept = load(folder), []
-    talk = Conversation(subject, tmp_path / "memory", Sampling(max_new_tokens=5), memory_tier="device")
+    talk = Conversation(subject, memory, Sampling(max_new_tokens=5), memory_tier="device")
     for seed in (3, 8):
         before = int(talk._cache.num_chunks[0])
         "".join(talk.ask(prose(seed, 9)))
@@ -232,9 +224,9 @@ def test_an_answer_keeps_to_what_its_question_looked_at(tmp_path: Path, command:
         assert len(focus) <= 4
         kept.append(focus.tolist())
     assert kept[0][:-1] != kept[1][:-1]
-    answer = "".join(stream(subject, prose(3, 9), None, tmp_path / "memory", 5, 0.0, 0))
+    answer = "".join(stream(subject, prose(3, 9), None, memory, 5, 0.0, 0))
     ids = torch.tensor([subject.tokenizer(prose(3, 9), add_special_tokens=False)["input_ids"]])
-    cache = subject.model.load_cache(tmp_path / "memory", "device")
+    cache = subject.model.load_cache(memory, "device")
     subject.model.focus(ids, cache)
     out = subject.model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
     assert answer == subject.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
@@ -252,24 +244,20 @@ def test_many_layers_are_told_together(
     assert "this conversation: " in out
 
 
-@pytest.mark.parametrize("change", ["gone", "changed", "replaced"])
 def test_a_text_that_is_gone_or_changed_is_told_by_its_tokens(
-    change: str, model: Path, memory: Path, tmp_path: Path, command: Command, lines: Callable[[str], None]
+    model: Path, tmp_path: Path, command: Command, lines: Callable[[str], None]
 ) -> None:
-    book = tmp_path / "book.txt"
-    text = book.read_text()
-    book.unlink()
-    if change == "changed":
-        book.write_text("Another " + text)
-    if change == "replaced":
-        book.mkdir()
-    lines("Where?\nWhere?\n")
-    code, out, _ = command("chat", model, "--memory", memory, "--max-new-tokens", "3")
-    assert code == 0
-    assert out.count("Mind: ") == 1
-    assert "told by their tokens alone" in out
-    assert re.search(r"book\.txt, tokens [\d,]+ to [\d,]+$", out, re.MULTILINE)
-    assert "bytes" not in out
+    memory, book = read_book(model, tmp_path), tmp_path / "book.txt"
+    book.write_text("Another " + book.read_text())
+    for change in (lambda: None, book.unlink, book.mkdir):
+        change()
+        lines("Where?\nWhere?\n")
+        code, out, _ = command("chat", model, "--memory", memory, "--max-new-tokens", "3")
+        assert code == 0
+        assert out.count("Mind: ") == 1
+        assert "told by their tokens alone" in out
+        assert re.search(r"book\.txt, tokens [\d,]+ to [\d,]+$", out, re.MULTILINE)
+        assert "bytes" not in out
 
 
 def test_several_files_that_share_a_chunk(model: Path, tmp_path: Path, command: Command) -> None:

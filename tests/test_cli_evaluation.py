@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import trailmark
 from tests.disks import largest_file
-from tests.training.tiny import prose, run_config
+from tests.interrupted import interrupted
+from tests.training.tiny import prose, run_config, write_run
 from trailmark import cli
 from trailmark.data.corpus import load_tokenizer
 from trailmark.files import read_json
@@ -36,12 +32,9 @@ pytestmark = pytest.mark.usefixtures("no_restart")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a text, a needle model in run/ and a model with a window alone in window/."""
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "text.txt").write_text(prose())
     for name, model in (("run", "drt"), ("window", "window")):
-        config = run_config(folder / name, "needles", model, steps=2, tokens_per_step=1280)
-        config.data.paths = [str(folder / "text.txt")]
-        (folder / f"train-{name}.yaml").write_text(config.to_yaml())
-        cli.main(["train", str(folder / f"train-{name}.yaml")])
+        config = write_run(folder, "needles", model, steps=2, tokens_per_step=1280)
+        cli.main(["train", str(config), f"output={folder / name}"])
     return folder
 
 
@@ -332,25 +325,15 @@ def test_results_of_another_program_are_not_touched(
 
 
 @pytest.mark.slow
-def test_ctrl_c_and_on(trained: Path, tmp_path: Path) -> None:
+def test_ctrl_c_and_on(trained: Path, tmp_path: Path, command: Command) -> None:
     """Stopped between two results, the same command goes on, and the first one is not measured again."""
-    arguments = ["evaluate", str(trained / "run"), "--text", str(trained / "text.txt"), "--suite", "needles"]
-    arguments += ["--lengths", "400,320000", "--questions", "2", "-o", str(tmp_path)]
-    shell = [sys.executable, "-m", "trailmark", *arguments]
-    path = tmp_path / "run" / "needles.json"
-    process = subprocess.Popen(shell, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | {})
-    try:
-        began = time.monotonic()
-        while not path.exists() and process.poll() is None and time.monotonic() - began < 120:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 130
+    arguments = ["evaluate", trained / "run", "--text", trained / "text.txt", "--suite", "needles"]
+    arguments += ["--lengths", "400,320000", "--questions", "2", "-o", tmp_path]
+    code, err = interrupted(arguments, (tmp_path / "run" / "needles.json").exists)
+    assert code == 130
     assert err.strip().endswith("The same command goes on from here.")
     (first,) = found(tmp_path / "run", "needles")
-    subprocess.run(shell, check=True, cwd=ROOT, capture_output=True)
+    assert command(*arguments)[0] == 0
     assert found(tmp_path / "run", "needles")[0] == first
     assert [result["length"] for result in found(tmp_path / "run", "needles")] == [400, 320000]
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +10,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
+from tests.interrupted import interrupted
 from tests.report.explorer.test_page import of_a_page, token_texts
 from tests.trace.whole import totals
 from tests.training.tiny import MODELS, prose
@@ -130,22 +126,13 @@ def test_ctrl_c_leaves_the_old_page(folder: Path, tmp_path: Path) -> None:
     long.write_text(TEXT * 2000)
     page.write_text("<!doctype html>old")
     command = ["explore", folder / "drt", long, "-o", page, "--keep-trace", tmp_path / "trace.jsonl"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "trailmark", *map(str, command)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    ) as running:
-        until = time.monotonic() + 240
-        # the trace grows while the text is read
-        while not any(path.stat().st_size > 1 << 20 for path in tmp_path.glob(".trace.jsonl.*")):
-            assert running.poll() is None, running.communicate()
-            assert time.monotonic() < until
-            time.sleep(0.1)
-        running.send_signal(signal.SIGINT)
-        _, said = running.communicate(timeout=120)
-    assert running.returncode == 130
+
+    def grows() -> bool:
+        """The trace, while the text is read."""
+        return any(path.stat().st_size > 1 << 20 for path in tmp_path.glob(".trace.jsonl.*"))
+
+    code, said = interrupted(command, grows)
+    assert code == 130, said
     assert "Stopped." in said
     assert "Traceback" not in said
     assert page.read_text() == "<!doctype html>old"

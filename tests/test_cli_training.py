@@ -7,13 +7,13 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.tiny import prose, run_config
+from tests.disks import flip
+from tests.training.tiny import prose, write_run
 from trailmark.files import read_json
 
 ROOT = Path(__file__).parents[1]
@@ -26,12 +26,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(3):
         (folder / f"{number}.txt").write_text(prose(80 * (number + 1)))
     return folder
-
-
-def config_file(folder: Path, **training: Any) -> Path:
-    config = run_config(folder / "run", **training)
-    (folder / "config.yaml").write_text(config.to_yaml())
-    return folder / "config.yaml"
 
 
 def last_line(err: str) -> str:
@@ -69,7 +63,7 @@ def test_documents_are_counted_truly(tmp_path: Path, command: Command) -> None:
 
 
 def test_prepare_train_verify(texts: Path, tmp_path: Path, command: Command) -> None:
-    shards, config = tmp_path / "shards", config_file(tmp_path, steps=4, logging_steps=1)
+    shards, config = tmp_path / "shards", write_run(tmp_path, steps=4, logging_steps=1)
     code, out, _ = command("prepare", texts, "--output", shards, "--processes", "1")
     assert code == 0
     corpus = read_json(shards / "corpus.json")
@@ -94,23 +88,18 @@ def test_prepare_train_verify(texts: Path, tmp_path: Path, command: Command) -> 
         code, out, _ = command("verify", folder)
         assert (code, "whole, every byte is as it was written." in out) == (0, True)
     weights = tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    flip(weights, -1)
     code, _, err = command("verify", tmp_path / "run")
     assert code == 1
     assert last_line(err).startswith("trailmark: checkpoints: damaged: step-00000004: model.safetensors: ")
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    flip(weights, -1)
     assert command("verify", tmp_path / "run")[0] == 0
     for name in ("model.safetensors", "config.json", "tokenizer_config.json", "model.json"):
-        path = tmp_path / "run" / name
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+        flip(tmp_path / "run" / name, -9)
         code, _, err = command("verify", tmp_path / "run")
         assert code == 1
         assert f"damaged: the final model: {name}: " in last_line(err)
-        path.write_bytes(whole)
+        flip(tmp_path / "run" / name, -9)
     (tmp_path / "run" / "model-00002.safetensors").write_bytes(b"")
     assert "model-00002.safetensors: is not in model.json" in command("verify", tmp_path / "run")[2]
     (tmp_path / "run" / "model-00002.safetensors").unlink()
@@ -131,7 +120,7 @@ def test_verify_of_a_folder_with_nothing_of_ours(texts: Path, command: Command) 
 
 
 def test_a_dry_run_writes_nothing(texts: Path, tmp_path: Path, command: Command) -> None:
-    config = config_file(tmp_path)
+    config = write_run(tmp_path)
     code, out, _ = command("train", config, f"data.paths={texts}", "--dry-run")
     assert code == 0
     for word in ("parameters: ", "FLOPs per token: ", "memory: ", "A step took "):
@@ -146,7 +135,7 @@ def test_shards_of_another_tokenizer(texts: Path, tmp_path: Path, command: Comma
     made = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>").save_pretrained(tmp_path / "words")
     assert command("prepare", texts, "--output", tmp_path / "shards")[0] == 0
-    config = config_file(tmp_path)
+    config = write_run(tmp_path)
     code, _, err = command(
         "train", config, f"data.paths={tmp_path / 'shards'}", f"data.tokenizer={tmp_path / 'words'}"
     )
@@ -159,7 +148,7 @@ def test_shards_of_another_tokenizer(texts: Path, tmp_path: Path, command: Comma
 
 @pytest.mark.slow
 def test_beginning_with_the_weights_of_another_run(texts: Path, tmp_path: Path, command: Command) -> None:
-    config = config_file(tmp_path, steps=3)
+    config = write_run(tmp_path, steps=3)
     assert command("train", config, f"data.paths={texts}")[0] == 0
     first = load_file(tmp_path / "run" / "model.safetensors")
     # without steps that change anything, the weights are those
@@ -183,12 +172,9 @@ def test_beginning_with_the_weights_of_another_run(texts: Path, tmp_path: Path, 
         assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize(("hops", "landmarks"), [(1, 1), (2, 2)])
-def test_training_on_needles_in_a_haystack(
-    hops: int, landmarks: int, texts: Path, tmp_path: Path, command: Command
-) -> None:
-    config = config_file(tmp_path, steps=2, context_length=160, tokens_per_step=320)
-    needles = ["data.task=niah", f"data.hops={hops}", f"data.num_landmarks={landmarks}"]
+def test_training_on_needles_in_a_haystack(texts: Path, tmp_path: Path, command: Command) -> None:
+    config = write_run(tmp_path, steps=2, context_length=160, tokens_per_step=320)
+    needles = ["data.task=niah", "data.hops=2", "data.num_landmarks=2"]
     lengths = ["training.context_length=400", "training.tokens_per_step=800", "training.logging_steps=1"]
     assert command("train", config, f"data.paths={texts}", *needles, *lengths)[0] == 0
     history = read_json(tmp_path / "run" / "history.json")["steps"]
@@ -216,12 +202,13 @@ def test_options_that_would_be_passed_over_are_refused(
 def test_training_on_pairs(tmp_path: Path, command: Command) -> None:
     rows = "".join(f'{{"document": "{prose(30 + n).strip()}", "summary": "a boat {n}"}}\n' for n in range(6))
     (tmp_path / "pairs.jsonl").write_text(rows)
-    config = config_file(tmp_path, steps=2)
+    config = write_run(tmp_path, steps=2)
     task = ["data.task=summarization", f"data.paths={tmp_path / 'pairs.jsonl'}"]
     assert command("train", config, *task)[0] == 0
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_train_on_a_folder(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

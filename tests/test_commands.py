@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,12 +32,14 @@ from tests.commands import (
     words_of,
 )
 from tests.report import runs
+from tests.training.tiny import write_run
 from trailmark.data.corpus import load_tokenizer
 from trailmark.models import MODELS
 from trailmark.report.page import build
 from trailmark.training.config import load_run_config
 from trailmark.training.run import Run
 
+VOCABULARY = len(load_tokenizer())
 SHOWN = {
     **{str(path.relative_to(ROOT)): [*in_document(path)] for path in DOCUMENTS},
     "configs/*.yaml": [command for path in CONFIGS for command in in_configuration(path)],
@@ -104,16 +107,16 @@ def test_a_wrong_option_within_a_sentence_is_refused() -> None:
     assert "no option --generated" in problem
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_option_that_a_document_names_exists(path: Path) -> None:
+def test_every_option_that_a_document_names_exists() -> None:
     scripts = "".join(file.read_text() for file in (ROOT / "benchmarks").rglob("*.py"))
-    others = set(re.findall(r'"(--[a-z-]+)"', scripts)) | _OF_OTHER_PROGRAMS
-    assert options_named(path) - all_options() - others == set()
+    known = all_options() | set(re.findall(r'"(--[a-z-]+)"', scripts)) | _OF_OTHER_PROGRAMS
+    unknown = {path: options_named(path) - known for path in DOCUMENTS}
+    assert {path: options for path, options in unknown.items() if options} == {}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_file_that_a_document_names_exists(path: Path) -> None:
-    assert [name for name, place in files_named(path) if not place.exists()] == []
+def test_every_file_that_a_document_names_exists() -> None:
+    named = [(path, name, place) for path in DOCUMENTS for name, place in files_named(path)]
+    assert [(path, name) for path, name, place in named if not place.exists()] == []
 
 
 _OF_OTHER_PROGRAMS = {
@@ -133,12 +136,12 @@ _FROM_THE_HUB = re.compile(
 )
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_document_says_beside_its_commands_which_need_the_network(path: Path) -> None:
+def test_a_document_says_beside_its_commands_which_need_the_network() -> None:
     """In the line itself, or in the paragraph before or after the commands."""
-    parts = re.split(r"\n\s*\n", path.read_text())
     silent = [
-        line
+        (path, line)
+        for path in DOCUMENTS
+        for parts in [re.split(r"\n\s*\n", path.read_text())]
         for before, part, after in zip(["", *parts], parts, [*parts[1:], ""], strict=False)
         for line in re.findall(r"^    (.*)$", part, re.M)
         if re.match(r"(?:[A-Z_]+=\S+ )?(?:trailmark|torchrun|accelerate) ", line)
@@ -148,17 +151,21 @@ def test_a_document_says_beside_its_commands_which_need_the_network(path: Path) 
     assert silent == []
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_configuration_says_where_it_needs_the_network(path: Path) -> None:
-    lines = [line for line in path.read_text().splitlines() if _FROM_THE_HUB.search(line)]
-    named = [line for line in lines if re.match(r"\s*(?:tokenizer|embedder|init_from):", line)]
-    assert [line for line in named if "network" not in line] == []
+def test_a_configuration_says_where_it_needs_the_network() -> None:
+    named = [
+        (path.name, line)
+        for path in CONFIGS
+        for line in path.read_text().splitlines()
+        if _FROM_THE_HUB.search(line) and re.match(r"\s*(?:tokenizer|embedder|init_from):", line)
+    ]
+    assert [(name, line) for name, line in named if "network" not in line] == []
 
 
 # --- what is printed of results ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "from settings"])
+@pytest.mark.usefixtures("undrawn")
 def test_the_commands_of_a_report_can_be_run(kept: bool, tmp_path: Path) -> None:
     """Those that a record keeps, and those that are put together where it keeps none."""
     models = [runs.identity(name, f"/{name}", name) for name in "xy"]
@@ -188,17 +195,11 @@ def test_what_commands_print_next_and_what_cards_show_can_be_run(
     tmp_path: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
     """A training, an evaluation, a reading, and the card beside the model."""
-    from tests.training.tiny import prose, run_config
-
-    text = tmp_path / "text.txt"
-    text.write_text(prose())
-    config = run_config(tmp_path / "run", "needles", "drt", steps=2, tokens_per_step=1280)
-    config.data.paths = [str(text)]
-    (tmp_path / "train.yaml").write_text(config.to_yaml())
+    config, text = write_run(tmp_path, "needles", steps=2, tokens_per_step=1280), tmp_path / "text.txt"
     table = ("neighbours", tmp_path / "corpus", tmp_path / "table", "--embedder", "hash", "--count", "2")
     said = []
     for words in (
-        ("train", tmp_path / "train.yaml"),
+        ("train", config),
         ("evaluate", tmp_path / "run", "--text", text, "--lengths", "320", "--questions", "2"),
         ("read", tmp_path / "run", text, "--memory", tmp_path / "memory"),
         ("prepare", text, "--output", tmp_path / "corpus"),
@@ -208,7 +209,7 @@ def test_what_commands_print_next_and_what_cards_show_can_be_run(
         assert code == 0, err
         said += re.findall(r"Next: (trailmark .*)", out)
     assert [line.split()[1] for line in said] == ["evaluate", "report", "generate", "train", "train"]
-    assert all(_some_configuration_takes(_overrides(words_of(line))) for line in said[3:])
+    assert all(_some_configuration_takes(*_overrides(words_of(line))) for line in said[3:])
     card = (tmp_path / "run" / "README.md").read_text()
     shown = re.findall(r"^(?:    )?(trailmark .*)$", card, re.M)
     assert any("trailmark evaluate" in line for line in shown)
@@ -289,12 +290,12 @@ def test_the_overrides_of_every_documented_training_fit_its_configuration(
     if path is not None:
         make_run(ROOT / path, overrides, texts, tmp_path)
     else:  # of a configuration that the reader names
-        assert _some_configuration_takes(overrides)
+        assert _some_configuration_takes(*overrides)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_some_configuration_takes_each_setting_that_a_document_names(path: Path) -> None:
-    assert [own for own in sorted(overrides_named(path)) if not _some_configuration_takes([own])] == []
+def test_some_configuration_takes_each_setting_that_a_document_names() -> None:
+    named = {(path, own) for path in DOCUMENTS for own in overrides_named(path)}
+    assert {(path, own) for path, own in named if not _some_configuration_takes(own)} == set()
 
 
 def _processes(words: tuple[str, ...]) -> int:
@@ -307,13 +308,14 @@ def _overrides(words: tuple[str, ...]) -> list[str]:
     return [word for word in words[words.index("train") + 1 :] if "=" in word]
 
 
-def _some_configuration_takes(overrides: list[str]) -> bool:
+@cache
+def _some_configuration_takes(*overrides: str) -> bool:
     """As it is, or as a row whose chunks an encoder chooses."""
     encoded = ["model.retriever=encoder", "model.embedder=hash"]
     for path, before in itertools.product(CONFIGS, ([], encoded)):
         try:
             config = load_run_config(path, [*before, *overrides])
-            fields = config.model_config(len(load_tokenizer("bytes")))
+            fields = config.model_config(VOCABULARY)
             with torch.device("meta"):
                 MODELS[fields.model_type](fields)
         except ValueError:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.disks import snapshot
 from tests.training.tiny import MODELS, prose
 from trailmark import demo
 from trailmark.files import read_json, sha256_of
@@ -54,10 +55,6 @@ def without_times(record: dict[str, Any]) -> dict[str, Any]:
     clocks = ("seconds", "seconds_reading", "seconds_asking", "tokens_per_second", "resident_bytes")
     text = json.dumps({k: v for k, v in record.items() if k != "measured_seconds_per_step"})
     return json.loads(text, object_hook=lambda d: {k: v for k, v in d.items() if k not in clocks})
-
-
-def snapshot(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")

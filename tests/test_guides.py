@@ -98,6 +98,7 @@ def test_the_readmes_lines(model: Any, folder: Path) -> None:
     assert (chosen >= 0).any()
 
 
+@pytest.mark.slow
 def test_a_corpus_is_made_and_read(folder: Path) -> None:
     (folder / "books").mkdir()
     (folder / "books" / "one.txt").write_text("The lighthouse keeper counts ships. " * 30_000)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.disks import flip
 from trailmark.data.corpus import load_tokenizer
 from trailmark.data.neighbours.table import NeighbourTable
 from trailmark.data.shards import Corpus
@@ -44,9 +45,7 @@ def test_every_byte_is_verified(
     assert command("verify", name)[0] == 0
     data = [path for path in Path(name).rglob("*") if path.suffix in (".bin", ".jsonl", ".safetensors")]
     largest = max(data, key=lambda path: path.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 4] ^= 1
-    largest.write_bytes(content)
+    flip(largest, largest.stat().st_size // 4)
     assert largest.name in refused("verify", name)
 
 

@@ -16,6 +16,7 @@ from packaging.utils import canonicalize_name
 import trailmark
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
 
 OPS_ALONE = """
 import importlib.util
@@ -48,13 +49,15 @@ def run(*command: str | Path) -> str:
     return result.stdout
 
 
+def build(folder: Path) -> Path:
+    """A release in ``folder``: the archive of the sources, and the wheel."""
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-t", "wheel", "-d", folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet")
-    run(*pip, "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, ROOT)
-    (built,) = folder.glob("trailmark-*.whl")
-    return built
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("release"))
 
 
 def distributions_needed_by(name: str) -> dict[str, metadata.Distribution]:
@@ -84,7 +87,8 @@ def link(distribution: metadata.Distribution, site: Path) -> None:
             target.symlink_to(source / top)
 
 
-def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_the_library_and_nothing_else(release: Path) -> None:
+    (wheel,) = release.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (meta,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
@@ -101,21 +105,10 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     assert "Requires-Python: >=3.11" in meta
 
 
-def test_a_release_is_built_again_byte_for_byte(tmp_path: Path) -> None:
-    for number in range(2):
-        run(
-            sys.executable,
-            "-m",
-            "hatchling",
-            "build",
-            "-t",
-            "sdist",
-            "-t",
-            "wheel",
-            "-d",
-            tmp_path / str(number),
-        )
-    first, again = ({file.name: file.read_bytes() for file in (tmp_path / n).iterdir()} for n in "01")
+def test_a_release_is_built_again_byte_for_byte(release: Path, tmp_path: Path) -> None:
+    first, again = (
+        {file.name: file.read_bytes() for file in made.iterdir()} for made in (release, build(tmp_path))
+    )
     assert sorted(name.partition("-")[2] for name in first) == [
         f"{trailmark.__version__}-py3-none-any.whl",
         f"{trailmark.__version__}.tar.gz",
@@ -123,7 +116,8 @@ def test_a_release_is_built_again_byte_for_byte(tmp_path: Path) -> None:
     assert first == again
 
 
-def test_ops_need_torch_alone(wheel: Path, tmp_path: Path) -> None:
+def test_ops_need_torch_alone(release: Path, tmp_path: Path) -> None:
+    (wheel,) = release.glob("*.whl")
     environment = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"

@@ -163,16 +163,13 @@ def test_tokens_that_the_vocabulary_lacks_are_refused(corpus: Path, refused: Ref
     assert said in refused("neighbours", "shards", "table", "--embedder", "hash", *SIZES)
 
 
-@pytest.mark.parametrize("value", [0, -1, 10**400, "7", None, 1.5, [3], True])
-@pytest.mark.parametrize("name", ["tokens", "documents", "shards", "dtype"])
-def test_a_corpus_manifest_is_checked_whole(corpus: Path, refused: Refused, name: str, value: Any) -> None:
-    def change(content: dict[str, Any]) -> None:
-        content[name] = value
-
-    edit(corpus / "corpus.json", change)
-    line = refused("verify", "shards")
-    assert "corpus.json' is broken" in line
-    assert len(line) < 1000
+def test_a_corpus_manifest_is_checked_whole(corpus: Path, refused: Refused) -> None:
+    whole = json.loads((corpus / "corpus.json").read_text())
+    for change in ({"tokens": -1}, {"documents": 10**400}, {"shards": "7"}, {"dtype": None}):
+        (corpus / "corpus.json").write_text(json.dumps(whole | change))
+        line = refused("verify", "shards")
+        assert "corpus.json' is broken" in line
+        assert len(line) < 1000
 
 
 def test_neighbours_that_are_none_are_refused(corpus: Path, refused: Refused, command: Command) -> None:
@@ -194,35 +191,24 @@ def test_neighbours_that_are_none_are_refused(corpus: Path, refused: Refused, co
         assert "neighbours.json' is broken" in refused("verify", broken.name)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("ids", ["a"]), ("ids", None), ("starts", [[0]]), ("starts", [2**70]), ("text", 3), ("chunk", "0")),
-        *(("reads", [3]), ("reads", {}), ("losses", ["nan"]), ("closed", 1), ("first_token", True)),
-    ],
-)  # fmt: skip
-def test_lines_of_a_trace_have_their_types(place: Path, refused: Refused, name: str, value: Any) -> None:
+def test_lines_of_a_trace_have_their_types(place: Path, refused: Refused) -> None:
     header, entries = made_up(200)
     write_lines(place / "trace.jsonl", [header, *entries])
     lines = (place / "trace.jsonl").read_text().splitlines()
     number = next(number for number, line in enumerate(lines) if '"chunk"' in line)
-    lines[number] = json.dumps(json.loads(lines[number]) | {name: value})
+    lines[number] = json.dumps(json.loads(lines[number]) | {"starts": [2**70]})
     (place / "trace.jsonl").write_text("\n".join(lines) + "\n")
     line = refused("explore", "--trace", "trace.jsonl")
     assert f"(line {number + 1} of trace.jsonl)" in line
-    assert name in line
+    assert "starts" in line
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("num_groups", "2"), ("num_groups", 0), ("model", None), ("chunk_size", 1e99), ("window", [1])],
-)
-def test_the_header_of_a_trace_has_its_types(place: Path, refused: Refused, name: str, value: Any) -> None:
+def test_the_header_of_a_trace_has_its_types(place: Path, refused: Refused) -> None:
     header, entries = made_up(200)
     write_lines(place / "trace.jsonl", [header, *entries])
     first, rest = (place / "trace.jsonl").read_text().split("\n", 1)
-    (place / "trace.jsonl").write_text(json.dumps(json.loads(first) | {name: value}) + "\n" + rest)
-    assert f"{name}: expected" in refused("explore", "--trace", "trace.jsonl")
+    (place / "trace.jsonl").write_text(json.dumps(json.loads(first) | {"num_groups": "2"}) + "\n" + rest)
+    assert "num_groups: expected" in refused("explore", "--trace", "trace.jsonl")
 
 
 # --- nested ------------------------------------------------------------------------------------------------------

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.refusals import one_line
 from trailmark.untrusted import (
     brief,
     expect_regular,
@@ -25,16 +25,6 @@ from trailmark.untrusted import (
 BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 20)
 )
-
-
-def one_line(call: Callable[[], Any]) -> str:
-    """The message of the ValueError that ``call`` raises, which a terminal can show."""
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        call()
-    text = str(caught.value)
-    assert "\n" not in text
-    assert len(text) < 1000
-    return text
 
 
 # --- files -----------------------------------------------------------------------------------------------------

@@ -88,6 +88,13 @@ def save_chat_bpe(
     return tokenizer
 
 
+class InPython(PreTrainedTokenizerFast):
+    """Changes a text before its backend sees it."""
+
+    def _encode_plus(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._encode_plus(text.upper(), *args, **kwargs)
+
+
 def write_folder(folder: Path, files: int, words: int = 400) -> Path:
     """``files`` text files of different lengths."""
     folder.mkdir(parents=True)

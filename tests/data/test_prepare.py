@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trailmark
-from tests.data.corpora import contents, prose, save_bpe, write_folder
+from tests.data.corpora import InPython, contents, prose, save_bpe, write_folder
 from tests.disks import largest_file
 from trailmark.data import prepare as preparing
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
@@ -198,10 +198,6 @@ def test_progress_is_that_of_the_pieces(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_each_kind_of_tokenizer_gives_its_own_tokens(bpe: str) -> None:
-    class InPython(type(load_tokenizer(bpe))):  # type: ignore[misc]
-        def _encode_plus(self, text: Any, *args: Any, **kwargs: Any) -> Any:
-            return super()._encode_plus(text.upper(), *args, **kwargs)
-
     fast, own = load_tokenizer(bpe), InPython.from_pretrained(bpe)
     marked = load_tokenizer(bpe)
     marked.split_special_tokens = True

@@ -17,7 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.corpora import prose, save_bpe
+from tests.data.corpora import InPython, prose, save_bpe
+from tests.disks import flip
 from trailmark.data.batches import Windows
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
 from trailmark.data.shards import Corpus, ShardWriter, make_manifest, token_dtype
@@ -134,10 +135,6 @@ def test_fingerprints_name_the_text(tmp_path: Path) -> None:
 def test_a_fingerprint_tells_what_stands_outside_of_the_backend(tmp_path: Path) -> None:
     bpe = load_tokenizer(save_bpe(tmp_path / "a"))
 
-    class InPython(type(bpe)):  # type: ignore[misc]
-        def _encode_plus(self, text: Any, *args: Any, **kwargs: Any) -> Any:
-            return super()._encode_plus(text.upper(), *args, **kwargs)
-
     class Renamed(type(bpe)):  # type: ignore[misc]
         pass
 
@@ -241,12 +238,6 @@ def test_broken_manifests(folder: Path, edit: Callable[[dict[str, Any]], None], 
         Corpus.open(folder)
 
 
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[3] ^= 0x10
-    path.write_bytes(content)
-
-
 def _swap(path: Path) -> None:
     other = path.with_name(path.name.replace("00000", "x").replace("00001", "00000").replace("x", "00001"))
     content = other.read_bytes()
@@ -257,7 +248,7 @@ def _swap(path: Path) -> None:
 CORRUPTIONS: dict[
     str, tuple[Callable[[Path], Any], bool]
 ] = {  # and whether opening, which is quick, finds it
-    "flip": (_flip, False),
+    "flip": (lambda path: flip(path, 3), False),
     "swap": (_swap, False),
     "truncate": (lambda path: path.write_bytes(path.read_bytes()[:-1]), True),
     "extend": (lambda path: path.write_bytes(path.read_bytes() + b"\0\0"), True),
@@ -288,7 +279,7 @@ def test_each_corruption_is_found(folder: Path, kind: str, name: str) -> None:
 
 def test_every_damaged_file_is_named(folder: Path) -> None:
     corpus = Corpus.open(folder)
-    _flip(folder / "tokens-00000.bin")
+    flip(folder / "tokens-00000.bin", 3)
     (folder / "documents-00001.bin").unlink()
     with pytest.raises(
         ValueError, match=r"tokens-00000\.bin was changed: .*; documents-00001\.bin is missing"

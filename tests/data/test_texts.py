@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.data.corpora import save_bpe, write_folder
+from tests.disks import flip
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
 from trailmark.data.pairs import prepare_pairs
 from trailmark.data.prepare import prepare
@@ -77,9 +78,7 @@ def test_a_file_of_ones_own_that_has_such_a_name_is_text(name: str, tmp_path: Pa
 
 def test_damaged_shards_are_refused_unless_another_process_looks(prepared: Path) -> None:
     name = sorted(prepared.glob("tokens-*"))[-1]
-    content = bytearray(name.read_bytes())
-    content[-1] ^= 1
-    name.write_bytes(content)
+    flip(name, -1)
     with pytest.raises(ValueError, match=rf"^data: .* is damaged: {name.name} was changed"):
         open_text([prepared], BYTES)
     open_text([prepared], BYTES, verify=False)

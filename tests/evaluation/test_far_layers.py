@@ -69,20 +69,20 @@ def test_the_mass_is_that_of_the_whole_attention(
 
 def test_a_model_of_ours_and_a_gguf_file_look_alike(tmp_path: Path) -> None:
     base = long_base("llama", tmp_path / "base")
-    expected = measure_far_layers(open_any_base(base), texts=1)
+    expected = measure_far_layers(open_any_base(base), texts=1, length=900)
     converted(base, tmp_path / "ours", "sliding_window")
-    found = measure_far_layers(open_any_base(tmp_path / "ours"), texts=1)
+    found = measure_far_layers(open_any_base(tmp_path / "ours"), texts=1, length=900)
     torch.testing.assert_close(torch.tensor(found.mass), torch.tensor(expected.mass))
     model = AutoModelForCausalLM.from_pretrained(base)
     file = write_gguf(model, tmp_path / "base.gguf")
-    of_file = measure_far_layers(open_any_base(file), texts=1)  # with a tokenizer of its own
+    of_file = measure_far_layers(open_any_base(file), texts=1, length=900)  # with a tokenizer of its own
     assert len(of_file.mass) == 4
     assert min(of_file.mass) > 0
 
 
 def test_a_layer_with_a_window_of_its_own_is_never_among_them(tmp_path: Path) -> None:
     base = open_any_base(long_base("qwen2, mixed windows", tmp_path / "base"))
-    found = measure_far_layers(base, texts=1)
+    found = measure_far_layers(base, texts=1, length=900)
     assert found.full == expect_far_layers(base, 2) == [False, True, False, True]
     assert found.best(2) == [1, 3]
     with pytest.raises(ValueError, match="expected 1 to 2, for so many layers see all of a text, got 3"):

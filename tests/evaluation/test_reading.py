@@ -11,23 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.tiny import prose, run_config
+from tests.training.tiny import prose, write_run
 from trailmark.data.corpus import text_pieces, tokenize
 from trailmark.evaluation.reading import Reader, parse_dtype
 from trailmark.evaluation.subject import Subject, load
 from trailmark.files import BusyError
 from trailmark.memory import verification
 from trailmark.trace import texts
+from trailmark.training.config import load_run_config
 from trailmark.training.run import Run
 
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     folder = tmp_path_factory.mktemp("model")
-    (folder / "text.txt").write_text(prose())
-    config = run_config(folder / "run", "needles", steps=2)
-    config.data.paths = [str(folder / "text.txt")]
-    Run(config).train()
+    Run(load_run_config(write_run(folder, "needles", steps=2))).train()
     return load(folder / "run")
 
 

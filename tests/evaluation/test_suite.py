@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +13,7 @@ import pytest
 import typer.main
 
 from tests.added_files import copy_of_the_package, run_program
-from tests.training.tiny import prose, run_config
+from tests.training.tiny import prose, write_run
 from trailmark import cli, cli_evaluation
 from trailmark.evaluation import suite as module
 from trailmark.evaluation.suite import Bars, Column, Panel, Suite, Task, Tile, register, suites
@@ -92,11 +90,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Suite]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a text and a model that was trained for it in run/."""
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "text.txt").write_text(prose())
-    config = run_config(folder / "run", "text", "window", steps=1)
-    config.data.paths = [str(folder / "text.txt")]
-    (folder / "train.yaml").write_text(config.to_yaml())
-    cli.main(["train", str(folder / "train.yaml")])
+    cli.main(["train", str(write_run(folder, "text", "window", steps=1))])
     return folder
 
 
@@ -218,16 +212,8 @@ def test_the_command_that_repeats_results_asks_for_them(name: str) -> None:
         )
 
 
-def test_suites_are_declared_without_what_measures() -> None:
-    """So that help is quick: no suite's declaration imports torch or transformers."""
-    names = "torch, transformers, numpy, trailmark.models"
-    check = f"import sys, trailmark.cli; sys.exit([n for n in {names.split(', ')} if n in sys.modules] or 0)"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_suite_file_is_found(tmp_path: Path) -> None:
-    """Nobody imports it; a folder beside it that holds no suite is none."""
+def test_the_files_of_a_suite_and_of_a_tier_are_found(tmp_path: Path) -> None:
+    """Nobody imports them; a folder beside them that holds no suite is none."""
     package = copy_of_the_package(tmp_path)
     (package / "evaluation/letters").mkdir()
     (package / "evaluation/letters/suite.py").write_text(
@@ -236,6 +222,21 @@ def test_a_suite_file_is_found(tmp_path: Path) -> None:
         "register(Suite(name='letters', title='Letters', settings=Settings, run=lambda task: [], columns=()))\n"
     )
     (package / "evaluation/helpers").mkdir()
-    printed = run_program("from trailmark.evaluation.suite import suites; print(*suites())", tmp_path)
+    (package / "memory/tiers/squeezed.py").write_text(
+        "from trailmark.memory.tiers.base import register_tier\n"
+        "from trailmark.memory.tiers.resident import HostStore\n"
+        "@register_tier\n"
+        "class SqueezedStore(HostStore):\n"
+        "    tier = 'squeezed'\n"
+    )
+    printed = run_program(
+        "from trailmark.evaluation.suite import suites\n"
+        "from trailmark.memory.tiers.base import TIERS\n"
+        "print(*suites())\n"
+        "print(*TIERS)",
+        tmp_path,
+    )
+    found, tiers = printed.splitlines()
     ours = ["needles", "perplexity", "retrieval", "summarization", "cost", "lm-eval"]
-    assert printed.split() == [*ours, "letters", "yardstick"]
+    assert found.split() == [*ours, "letters", "yardstick"]
+    assert tiers.split() == ["device", "host", "disk", "squeezed", "tokens"]

@@ -1,4 +1,4 @@
-"""One report of everything, drawn once for all tests that look at it, and a browser for those of a module."""
+"""One report of everything, drawn once for all tests that look at it, and a browser."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def whole_report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Built, list[
     return build([runs.everything(folder)], folder / "out" / "report.html", say=said.append), said
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
     with chromium() as running:
         yield running

@@ -82,12 +82,6 @@ def everything(whole_report: tuple[Built, list[str]]) -> tuple[Page, Built, list
     return Page(built.page), built, said
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of what stands in the page: drawing is tested elsewhere."""
-    monkeypatch.setattr("trailmark.report.page.available", lambda: False)
-
-
 def test_all_sections_are_there_and_can_be_reached(everything: tuple[Page, Built, list[str]]) -> None:
     page = everything[0]
     assert page.named("section", "id") == list(SECTIONS)

@@ -66,6 +66,7 @@ def test_figures_are_as_large_as_they_should_be(open_page: Open) -> None:
 
 
 @pytest.mark.parametrize("width", [320, 360, 768])
+@pytest.mark.sampled(3)
 def test_a_narrow_screen_scrolls_tables_and_not_the_page(open_page: Open, width: int) -> None:
     page = open_page(width, 700)
     for opened in (False, True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,11 +15,6 @@ from trailmark.evaluation.subject import load
 Command = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.usefixtures("no_restart", "one_thread")
 KEY = "a-key-that-nobody-guesses"
-
-
-@pytest.fixture
-def lines(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
 
 
 def test_it_says_what_a_conversation_here_says(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.data.corpora import prose
+from tests.disks import snapshot
 from tests.server.conftest import Server, serving
 from trailmark.data.corpus import tokenize
 from trailmark.evaluation.reading import Reader
@@ -27,10 +28,6 @@ ASK: dict[str, Any] = {"model": "bytes", "prompt": "Where?", "max_tokens": 12, "
 def folder(live: Server) -> Path:
     """Of the memories of the live server."""
     return Path(live.folder)
-
-
-def snapshot(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def answer(live: Server, memory: str | None, **more: Any) -> Any:

@@ -150,3 +150,19 @@ def test_what_is_no_trace_is_refused(lines: list[str], words: str, tmp_path: Pat
         list(read_trace(path)[1])
     with pytest.raises(ValueError, match=r"cannot read .*none'.*Write one with: trailmark read"):
         read_trace(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("num_groups", "2"), ("num_groups", 0), ("model", None), ("chunk_size", 1e99), ("window", [1])),
+        *(("ids", ["a"]), ("ids", None), ("starts", [[0]]), ("starts", [2**70]), ("text", 3), ("chunk", "0")),
+        *(("reads", [3]), ("reads", {}), ("losses", ["nan"]), ("closed", 1), ("first_token", True)),
+    ],
+)  # fmt: skip
+def test_fields_have_their_types(name: str, value: Any, tmp_path: Path) -> None:
+    header, line = json.loads(encode(HEADER)), json.loads(encode(chunk()))
+    (header if name in header else line)[name] = value
+    (tmp_path / "trace").write_text(json.dumps(header) + "\n" + json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match=f"{name}.*" if name in header else rf"{name}.*\(line 2 of "):
+        list(read_trace(tmp_path / "trace")[1])

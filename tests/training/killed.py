@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import resource
 import signal
 import socket
 import tempfile
@@ -33,7 +32,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from tests.training.tiny import TEXT
+from tests.training.tiny import TEXT, without_seconds
 from trailmark import cli
 from trailmark.evaluation.needles.ask import needle_accuracy
 from trailmark.processes import is_main, rank
@@ -250,11 +249,6 @@ def spoil(run: Run, steps: set[int], module: str = "norm", value: float = math.n
     run.model.get_submodule(module).register_forward_hook(put)
 
 
-def limit_files(run: Run) -> None:
-    """From now on no file grows past 8 KiB."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, 8 << 10))
-
-
 def terminate_twice(run: Run) -> None:
     """As a launcher and a scheduler do that both pass the signal on."""
     for _ in range(2):
@@ -442,5 +436,5 @@ def newest(output: Path) -> int:
 def outcome(output: Path) -> tuple[bytes, list[dict[str, float]], Any]:
     """The final weights to the bit, every logged number but times, and what else the history says."""
     history = json.loads((output / HISTORY_FILE).read_text())
-    logged = [{name: x for name, x in entry.items() if name != "seconds"} for entry in history["steps"]]
+    logged = without_seconds(history["steps"])
     return (output / "model.safetensors").read_bytes(), logged, (history["level_starts"], history["tokens"])

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.training.tiny import TEXT, run_config, save_converted_llama
+from tests.training.tiny import TEXT, run_config, save_converted_llama, weights_of
 from trailmark.models.conversion.additions import ADDITIONS, Additions
 from trailmark.models.conversion.convert import convert
 from trailmark.models.fields import saved_fields
@@ -53,10 +53,6 @@ def trained(output: Path, begin: Path, *overrides: str) -> Path:
     assert isinstance(config, RunConfig)
     assert Run(config, text=TEXT).train() is not None
     return output
-
-
-def weights_of(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
 
 
 def assert_same_model(one: Path, other: Path) -> None:
@@ -111,13 +107,12 @@ def test_what_no_weights_have_may_have_changed_in_the_base(
     assert [saved_fields(str(output))["eos_token_id"] for output in made] == [config["eos_token_id"], [1, 2]]
 
 
-def test_a_second_training_adds_to_the_first(folder: Path, tmp_path: Path) -> None:
-    first = trained(tmp_path / "first", folder / "drt")
-    convert(folder / "base", tmp_path / "shared", additions=first / ADDITIONS)
-    for begin in ("first", "shared"):  # what was shared is trained on as what lies here
-        second = trained(tmp_path / f"second-{begin}", tmp_path / begin, "training.seed=1")
-        convert(folder / "base", tmp_path / f"again-{begin}", additions=second / ADDITIONS)
-        assert_same_model(second, tmp_path / f"again-{begin}")
+def test_a_second_training_adds_to_the_first(additions: Path, folder: Path, tmp_path: Path) -> None:
+    convert(folder / "base", tmp_path / "shared", additions=additions)
+    for begin in (additions.parent, tmp_path / "shared"):  # what was shared is trained on as what lies here
+        second = trained(tmp_path / f"second-{begin.name}", begin, "training.seed=1")
+        convert(folder / "base", tmp_path / f"again-{begin.name}", additions=second / ADDITIONS)
+        assert_same_model(second, tmp_path / f"again-{begin.name}")
         assert {len(changes) for changes in Additions.read(second / ADDITIONS).changes.values()} == {2}
 
 
@@ -160,22 +155,21 @@ def test_where_nothing_is_apart_there_is_no_file(begin: str, folder: Path, tmp_p
     assert not (trained(tmp_path / "run", start, *overrides) / ADDITIONS).exists()
 
 
-def test_of_two_trainings_in_other_precisions_nothing_is_written(folder: Path, tmp_path: Path) -> None:
-    first = trained(tmp_path / "first", folder / "drt")
-    assert not (trained(tmp_path / "wide", first, "training.precision=float64") / ADDITIONS).exists()
+def test_of_two_trainings_in_other_precisions_nothing_is_written(additions: Path, tmp_path: Path) -> None:
+    wide = trained(tmp_path / "wide", additions.parent, "training.precision=float64")
+    assert not (wide / ADDITIONS).exists()
 
 
 @pytest.mark.slow
-def test_what_cannot_be_made_again_is_not_written(folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_made_again_is_not_written(additions: Path, folder: Path, tmp_path: Path) -> None:
     """Of a training in less precision than the first, of a conversion in another type, of weights that were changed."""
-    first = trained(tmp_path / "first", folder / "drt")
     wide = trained(tmp_path / "wide-first", folder / "drt", "training.precision=float64")
     assert (wide / ADDITIONS).exists()
     assert not (trained(tmp_path / "narrow", wide) / ADDITIONS).exists()
-    convert(folder / "base", tmp_path / "half", additions=first / ADDITIONS, dtype="bfloat16")
+    convert(folder / "base", tmp_path / "half", additions=additions, dtype="bfloat16")
     assert not (tmp_path / "half" / ADDITIONS).exists()
     assert not (trained(tmp_path / "of-half", tmp_path / "half") / ADDITIONS).exists()
-    for begin in (folder / "drt", first):
+    for begin in (folder / "drt", additions.parent):
         changed = tmp_path / f"changed-{begin.name}"
         shutil.copytree(begin, changed)
         weights = weights_of(changed)

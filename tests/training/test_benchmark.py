@@ -75,6 +75,7 @@ def measure(training: ModuleType, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_bare_loop_is_the_same_training(training: ModuleType, tmp_path: Path) -> None:
     found = measure(training, tmp_path)
     assert found["same_weights"]
@@ -85,6 +86,7 @@ def test_the_bare_loop_is_the_same_training(training: ModuleType, tmp_path: Path
     assert "checkpoints" not in bare
 
 
+@pytest.mark.slow
 def test_another_training_is_seen(
     training: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.models.tiny import EXACT
 from tests.training import killed
 from tests.training.killed import begin, watched
-from tests.training.tiny import CHUNK_SIZE, SHARED, TEXT, run_config
+from tests.training.tiny import CHUNK_SIZE, SHARED, TEXT, run_config, without_seconds
 from trailmark.data.corpus import load_tokenizer, tokenizer_fingerprint
 from trailmark.models import SlidingWindowConfig, SlidingWindowForCausalLM
 from trailmark.training.config import RunConfig
@@ -228,10 +228,7 @@ def test_a_stopped_run_goes_on_with_its_teacher(teacher: str, tmp_path: Path) ->
     begin(watched, taught(tmp_path / "run", teacher), {2: killed.ask_to_stop}).results()
     (rest,) = begin(watched, taught(tmp_path / "run", teacher)).results()
 
-    def numbers(seen: Any) -> list[dict[str, float]]:
-        return [{key: x for key, x in line.items() if key != "seconds"} for line in seen.history]
-
-    assert numbers(rest) == numbers(whole)
+    assert without_seconds(rest.history) == without_seconds(whole.history)
 
 
 def test_a_run_without_a_teacher_logs_what_it_did(tmp_path: Path) -> None:

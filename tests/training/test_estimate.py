@@ -220,7 +220,7 @@ def test_predicted_memory_is_within_15_percent_of_what_is_allocated(
 @pytest.mark.parametrize(
     ("length", "rows", "data"),
     [
-        (256, 2, {}),  # early landmarks
+        (128, 2, {}),  # early landmarks
         (256, 2, {"separate_documents": True}),
         pytest.param(600, 8, {"separate_documents": True}, marks=pytest.mark.slow),  # of three rows
     ],
@@ -287,11 +287,11 @@ def test_flops_are_those_of_the_torch_path(config: TrailmarkConfig) -> None:
         aten._scaled_dot_product_flash_attention_for_cpu: sdpa,
         aten.baddbmm_: in_place,
     }
-    _, loss = micro_batch(config, 200, 2)
+    _, loss = micro_batch(config, 100, 2)
     with FlopCounterMode(display=False, custom_mapping=unseen) as counter:
         loss()
-    found = estimate(config, context_length=200, rows=2)
-    assert found.forward_flops * 400 == pytest.approx(counter.get_total_flops(), rel=0.02)
+    found = estimate(config, context_length=100, rows=2)
+    assert found.forward_flops * 200 == pytest.approx(counter.get_total_flops(), rel=0.02)
     assert found.training_flops == 3 * found.forward_flops
 
 
@@ -313,11 +313,20 @@ def test_slabs_that_are_alike_are_counted_as_if_each_were_run(
     assert counted == found()
 
 
-def test_checkpointing_computes_again() -> None:
-    found = estimate(window(), context_length=200, rows=2)
-    checkpointed = estimate(window(), context_length=200, rows=2, gradient_checkpointing=True)
-    assert checkpointed.forward_flops == found.forward_flops
-    assert checkpointed.executed_flops > found.executed_flops + 0.5 * found.forward_flops
+@pytest.fixture(scope="module")
+def plain() -> Estimate:
+    return estimate(window(), context_length=64, rows=2)
+
+
+@pytest.fixture(scope="module")
+def in_turns() -> Estimate:
+    return estimate(window(), context_length=64, rows=8, micro_rows=2)
+
+
+def test_checkpointing_computes_again(plain: Estimate) -> None:
+    checkpointed = estimate(window(), context_length=64, rows=2, gradient_checkpointing=True)
+    assert checkpointed.forward_flops == plain.forward_flops
+    assert checkpointed.executed_flops > plain.executed_flops + 0.5 * plain.forward_flops
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -342,11 +351,9 @@ def test_parameters_and_states(tied: bool) -> None:
     assert estimate(config, context_length=16, rows=1).optimizer_state == state["adamw"]
 
 
-def test_accumulation_keeps_gradients_through_the_step() -> None:
-    whole = estimate(window(), context_length=256, rows=2)
-    turns = estimate(window(), context_length=256, rows=4, micro_rows=2)
-    assert turns.activations == whole.activations
-    assert whole.peak < turns.peak <= whole.peak + whole.gradients
+def test_accumulation_keeps_gradients_through_the_step(plain: Estimate, in_turns: Estimate) -> None:
+    assert in_turns.activations == plain.activations
+    assert plain.peak < in_turns.peak <= plain.peak + plain.gradients
 
 
 @pytest.mark.slow
@@ -363,14 +370,13 @@ def test_gathered_matrices_of_muon_are_whole_in_each_process() -> None:
     assert alone.peak > peaks[0] > peaks[1] > peaks[2]
 
 
-def test_shards_divide_and_buckets_add() -> None:
+def test_shards_divide_and_buckets_add(in_turns: Estimate) -> None:
     sizes: dict[str, Any] = {"context_length": 64, "rows": 8, "micro_rows": 2}
-    alone = estimate(window(), **sizes)
     copies = estimate(window(), **sizes, world_size=4)
     shards = estimate(window(), **sizes, world_size=4, sharded=True)
-    assert shards.weights == alone.weights // 4 == copies.weights // 4
-    assert shards.optimizer_state == -(-alone.optimizer_state // 4)
-    assert copies.activations == shards.activations == alone.activations
+    assert shards.weights == in_turns.weights // 4 == copies.weights // 4
+    assert shards.optimizer_state == -(-in_turns.optimizer_state // 4)
+    assert copies.activations == shards.activations == in_turns.activations
     assert shards.peak < copies.peak
 
 

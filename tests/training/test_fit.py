@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.models.tiny import EXACT
 from tests.training.killed import ask_to_stop, begin, watched
-from tests.training.tiny import TEXT, save_converted_llama
+from tests.training.tiny import TEXT, save_converted_llama, without_seconds
 from trailmark.ops import selection_divergence, token_divergence
 from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.distil import chunk_targets
@@ -273,10 +273,7 @@ def test_a_stopped_run_goes_on_from_its_fit(folder: Path) -> None:
     begin(watched, config_of(folder, "stopped"), {2: ask_to_stop}).results()
     (rest,) = begin(watched, config_of(folder, "stopped")).results()
 
-    def numbers(seen: Any) -> list[dict[str, float]]:
-        return [{key: x for key, x in line.items() if key != "seconds"} for line in seen.history]
-
-    assert numbers(rest) == numbers(whole)
+    assert without_seconds(rest.history) == without_seconds(whole.history)
 
 
 @pytest.mark.parametrize("retriever", ["teacher", "text"])

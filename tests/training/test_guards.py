@@ -69,11 +69,10 @@ def test_nothing_is_named_where_all_is_finite(name: str) -> None:
 @pytest.mark.sampled(4)
 def test_the_first_of_all_leaves_that_break_is_named(name: str, value: float) -> None:
     """Each leaf in turn gives a value that is not finite; modules that contain it do too, but later."""
-    leaves = [n for n, module in MODELS[name]().named_modules() if n and not list(module.children())]
-    seen = []
-    for leaf in leaves:
-        model = MODELS[name]()
-        module = model.get_submodule(leaf)
+    model, seen = MODELS[name](), []
+    for leaf, module in model.named_modules():
+        if not leaf or list(module.children()):
+            continue
         ran: list[str] = []
 
         def spoil(module: nn.Module, inputs: Any, output: Any, ran: list[str] = ran) -> Any:
@@ -82,7 +81,7 @@ def test_the_first_of_all_leaves_that_break_is_named(name: str, value: float) ->
             return output
 
         handle = module.register_forward_hook(spoil)
-        found = first_nonfinite(model, lambda model=model: model(input_ids=TOKENS))
+        found = first_nonfinite(model, lambda: model(input_ids=TOKENS))
         handle.remove()
         assert hooks(model) == 0
         expected = f"{leaf} ({type(module).__name__})" if ran else None

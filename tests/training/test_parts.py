@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.tiny import EXACT, block_recurrent, drt, hils, hsa, landmark, rpt, window_model
-from tests.training import killed
-from tests.training.killed import begin, watched
-from tests.training.tiny import TEXT, run_config
+from tests.training.killed import ask_to_stop, begin, watched
+from tests.training.tiny import TEXT, run_config, weights_of
 from trailmark.models import TrailmarkForCausalLM
 from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.forecast import estimate_of
@@ -40,12 +39,6 @@ def staged(folder: Path, base: str, **training: Any) -> RunConfig:
     config = run_config(folder, **({"steps": 4, "logging_steps": 1, "save_steps": 2} | training))
     config.init_from = base
     return config
-
-
-def weights_of(folder: str | Path) -> dict[str, Tensor]:
-    import safetensors.torch
-
-    return safetensors.torch.load_file(Path(folder) / "model.safetensors")
 
 
 # --- which are which ---------------------------------------------------------------------------------------------
@@ -162,7 +155,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     }
     Run(staged(tmp_path / "whole", base, **settings), text=TEXT).train()
     config = staged(tmp_path / "stopped", base, **settings)
-    begin(watched, config, {2: killed.ask_to_stop}).results()
+    watched(config, {2: ask_to_stop})
     assert not (tmp_path / "stopped" / "history.json").exists()
     Run(config, text=TEXT).train()
     whole, stopped = weights_of(tmp_path / "whole"), weights_of(tmp_path / "stopped")
@@ -324,7 +317,7 @@ def test_shards_with_adapters_go_on(base: str, tmp_path: Path) -> None:
     Run(staged(tmp_path / "whole", base, **settings), text=TEXT).train()
     for steps, processes in ((1, 2), (3, 2), (9, 1)):
         config = staged(tmp_path / "run", base, parallel="fsdp", **settings)
-        begin(watched, config, {steps: killed.ask_to_stop}, processes=processes).results()
+        begin(watched, config, {steps: ask_to_stop}, processes=processes).results()
     ours, theirs = weights_of(tmp_path / "run"), weights_of(tmp_path / "whole")
     assert all(float((ours[name] - theirs[name]).abs().max()) < EXACT for name in theirs)
 

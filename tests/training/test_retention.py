@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.training.test_checkpoints import FILES, flip, names, write
+from tests.disks import flip
+from tests.training.test_checkpoints import FILES, names, write
 from trailmark.training import checkpoints as module
 from trailmark.training.checkpoints import (
     find_newest_whole,

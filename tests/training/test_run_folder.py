@@ -13,9 +13,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.attacks import resign_run
+from tests.disks import flip
 from tests.training.tiny import TEXT, prose, run_config
-from trailmark.training import manifests
-from trailmark.training.checkpoints import MANIFEST, step_folder, verify
+from trailmark.training.checkpoints import step_folder
 from trailmark.training.config import RunConfig
 from trailmark.training.final_model import MODEL_MANIFEST, has_signed_model, verify_model
 from trailmark.training.run import Run
@@ -36,14 +37,6 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.raises(KeyError, match="killed"):
         Run(run_config(output, **SAVED), die, TEXT).train()
     return output
-
-
-def sign_again(folder: Path) -> None:
-    body = json.loads((folder / MANIFEST).read_bytes())
-    del body["sha256"]
-    body["files"] = manifests.entries_of(folder, sorted(body["files"]))
-    (folder / MANIFEST).write_bytes(manifests.signed(body))
-    verify(folder)
 
 
 def change_json(path: Path, change: dict[str, Any]) -> None:
@@ -93,7 +86,7 @@ def test_a_state_that_was_changed_and_signed_again_is_one_line(
         change_json(newest / name, change)
     else:
         (newest / name).write_text(change if isinstance(change, str) else json.dumps(change))
-    sign_again(newest)
+    resign_run(output)
     with pytest.raises(ValueError, match=r"^(output|data): ") as caught:
         Run(run_config(output, **SAVED), text=TEXT).train()
     assert "\n" not in str(caught.value)
@@ -124,7 +117,7 @@ def test_tensors_that_were_changed_and_signed_again_are_one_line(
         save_tensors(newest / "optimizer.safetensors", tree)
     elif what == "random":
         save_tensors(newest / "random.safetensors", [{"python": [1]}])
-    sign_again(newest)
+    resign_run(output)
     with pytest.raises(ValueError, match=r"^output: ") as caught:
         Run(run_config(output, **SAVED), text=TEXT).train()
     assert "\n" not in str(caught.value)
@@ -222,7 +215,7 @@ def test_the_final_model_and_its_manifest(tmp_path: Path) -> None:
     verify_model(output)
     weights = output / "model.safetensors"
     content = weights.read_bytes()
-    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    flip(weights, -1)
     with pytest.raises(ValueError, match=r"^model\.safetensors: was changed"):
         verify_model(output)
     weights.rename(tmp_path / "elsewhere")

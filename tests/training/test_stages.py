@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.training.tiny import TEXT, save_converted_llama
+from tests.training.tiny import TEXT, save_converted_llama, weights_of
 from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.run import Run
 
@@ -57,10 +55,6 @@ def run_of(text: str, folder: Path, output: str, *overrides: str) -> Run:
     path = folder / f"{output}.yaml"
     path.write_text(text.format(folder=folder))
     return Run(load_run_config(path, [f"output={folder / output}", *overrides]), text=TEXT)
-
-
-def weights_of(folder: Path) -> dict[str, Tensor]:
-    return safetensors.torch.load_file(folder / "model.safetensors")
 
 
 @pytest.mark.slow

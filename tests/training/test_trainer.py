@@ -16,7 +16,8 @@ import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.training.tiny import CHUNK_SIZE, TEXT, run_config
+from tests.disks import snapshot
+from tests.training.tiny import CHUNK_SIZE, TEXT, run_config, without_seconds
 from trailmark.data.batches import Windows
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.needles.curriculum_texts import CURRICULUM, Level
@@ -70,8 +71,7 @@ def assert_same_run(ours: Run, other: Run) -> None:
     assert ours.tokens_trained == other.tokens_trained
     for name, weight in weights(other).items():
         assert torch.equal(weights(ours)[name], weight), name
-    without_time = [[{**h, "seconds": 0} for h in run.history] for run in (ours, other)]
-    assert without_time[0] == without_time[1]
+    assert without_seconds(ours.history) == without_seconds(other.history)
     assert ours.averages == other.averages
     assert ours.curriculum == other.curriculum
 
@@ -152,10 +152,10 @@ def test_half_a_checkpoint_of_a_killed_run_pushes_out_no_whole_one(tmp_path: Pat
 def test_a_run_does_not_go_on_with_another_text(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path, {3: press_ctrl_c}).train()
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = snapshot(tmp_path)
     with pytest.raises(ValueError, match=r"^data: expected the text that the run in .* began with"):
         Run(run_config(tmp_path), text=TEXT[:-1]).train()
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert snapshot(tmp_path) == before
 
 
 def test_a_stop_at_the_last_step_is_a_stop(uninterrupted: Callable[[str], Run], tmp_path: Path) -> None:
@@ -305,11 +305,11 @@ def test_a_folder_of_another_run_is_refused(
     uninterrupted: Callable[[str], Run], change: dict[str, Any]
 ) -> None:
     done = uninterrupted("text").output
-    before = {path: path.read_bytes() for path in done.rglob("*") if path.is_file()}
+    before = snapshot(done)
     message = r"^output: .* holds a run with another configuration \(run\.yaml\): .* there, .* here.*Choose"
     with pytest.raises(ValueError, match=message):
         start(done, **change).train()
-    assert {path: path.read_bytes() for path in done.rglob("*") if path.is_file()} == before
+    assert snapshot(done) == before
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"- 1", b"a: [", b"\xff\xfe\x00"])

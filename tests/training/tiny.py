@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trailmark.data.corpus import Tokens, load_tokenizer, tokenize, tokenizer_fingerprint
@@ -98,6 +100,25 @@ def run_config(output: Path, task: Any = "text", model: str = "drt", **training:
         data=DataConfig(task=task, chunk_size=CHUNK_SIZE, filler_weight=0.1),
         training=TrainingConfig(**(settings | training)),
     )
+
+
+def write_run(folder: Path, task: Any = "text", model: str = "drt", **training: Any) -> Path:
+    """``folder``/config.yaml, whose text is ``folder``/text.txt; what it trains goes to ``folder``/run."""
+    folder.mkdir(exist_ok=True)
+    text, file = folder / "text.txt", folder / "config.yaml"
+    text.write_text(prose())
+    config = run_config(folder / "run", task, model, **training)
+    config.data.paths = [str(text)]
+    file.write_text(config.to_yaml())
+    return file
+
+
+def weights_of(folder: str | Path) -> dict[str, Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def without_seconds(history: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{name: x for name, x in line.items() if name != "seconds"} for line in history]
 
 
 def save_converted_llama(folder: Path, made: dict[str, tuple[str, list[str]]], **changes: Any) -> None:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.corpora import contents, prose, save_bpe, write_folder
-from tests.disks import largest_file
+from tests.disks import flip, largest_file
 from trailmark.data.batches import Windows
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.neighbours.bm25 import fit_bm25
@@ -423,13 +423,8 @@ def test_damaged_tables(whole: Path, tmp_path: Path) -> None:
         path = folder / "neighbours.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
-    def flip() -> None:
-        content = bytearray((folder / "scores.bin").read_bytes())
-        content[77] ^= 1
-        (folder / "scores.bin").write_bytes(content)
-
     NeighbourTable.open(whole).verify()
-    refused(flip, "scores.bin was changed", verify=True)
+    refused(lambda: flip(folder / "scores.bin", 77), "scores.bin was changed", verify=True)
     refused(lambda: (folder / "scores.bin").unlink(), "scores.bin is missing")
     refused(lambda: os.truncate(folder / "neighbours.bin", 9), "neighbours.bin has 9 bytes")
     refused(lambda: (folder / "neighbours.json").unlink(), "has no neighbours.json")
@@ -535,9 +530,7 @@ def test_the_command(tmp_path: Path, command: Callable[..., tuple[int, str, str]
         )
         assert (code, "is a prepared corpus. Choose another one." in err) == (1, True)
     assert {path.name for path in (tmp_path / "corpus").iterdir()} == there
-    content = bytearray((folder / "neighbours.bin").read_bytes())
-    content[9] ^= 1
-    (folder / "neighbours.bin").write_bytes(content)
+    flip(folder / "neighbours.bin", 9)
     code, _, err = command("verify", folder)
     assert code == 1
     assert "neighbours.bin was changed: " in err

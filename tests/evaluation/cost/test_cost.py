@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
+from tests.evaluation.needles.test_planting import drt_of_encoder
 from tests.models.tiny import (
     PRETRAINED,
-    TokenCounter,
     block_recurrent,
     drt,
     hils,
@@ -52,12 +52,6 @@ CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 def config_of(name: str) -> Any:
     """The model's configuration of a file in configs/."""
     return load_run_config(CONFIGS[0].parent / f"{name}.yaml").model_config(384)
-
-
-def drt_of_encoder(**changes: Any) -> TrailmarkForCausalLM:
-    model = drt(retriever="encoder", **changes)
-    model.embedder = TokenCounter()
-    return model
 
 
 MODELS_MADE: dict[str, Callable[[], TrailmarkForCausalLM]] = {

@@ -18,9 +18,10 @@ from trailmark.evaluation.cost.peak import peak_kind, with_peak
 
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.skipif(
-    peak_kind(CPU) is None, reason="the system does not say what a process held at most"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(peak_kind(CPU) is None, reason="the system does not say what a process held at most"),
+]
 
 
 def peak_of(power: int, garbage: int) -> int:
@@ -51,7 +52,6 @@ def peak_of(power: int, garbage: int) -> int:
         pytest.param(24, 1 << 27, id="after garbage, which is not held against the work"),
     ],
 )
-@pytest.mark.sampled(3)
 def test_peak_is_what_work_takes_at_most(power: int, garbage: int) -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         assert pool.submit(peak_of, power, garbage).result() == power

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.evaluation.in_memory import InMemory
 from tests.models.tiny import drt, hils, hsa, landmark, tokens, window_model
-from tests.training.tiny import prose, run_config
+from tests.training.tiny import prose, write_run
 from trailmark.byte_tokenizer import ByteTokenizer
 from trailmark.evaluation.harness import model as module
 from trailmark.evaluation.harness import ruler
@@ -187,6 +187,7 @@ def test_what_is_answered_counts() -> None:
     assert [line["wanted"] for line in kept.written] == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "length", "tokenizer", "message"),
     [
@@ -213,13 +214,9 @@ def test_a_tokenizer_is_saved_without_code(tmp_path: Path) -> None:
 # The command
 
 
+@pytest.mark.slow
 def test_the_command_measures_once_and_shows_it(tmp_path: Path, command: Command) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(prose())
-    config = run_config(tmp_path / "run", "text", "drt", steps=1)
-    config.data.paths = [str(text)]
-    (tmp_path / "run.yaml").write_text(config.to_yaml())
-    assert command("train", tmp_path / "run.yaml")[0] == 0
+    assert command("train", write_run(tmp_path, steps=1))[0] == 0
     words = ("evaluate", tmp_path / "run", "--suite", "lm-eval", "--tasks", "ruler_fwe", "--limit", "1")
     code, out, err = command(*words, "--lengths", "1200")
     assert code == 0, err
