@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import Cache
 
 from tests.models.tiny import (
+    TIERS,
     assert_same,
     block_recurrent,
     drt,
@@ -29,7 +30,6 @@ from trailmark.memory import ChunkCache
 from trailmark.models import TrailmarkForCausalLM
 
 S, J, D, E, W = 4, 2, 4, 16, 7  # of the tiny models
-TIERS = ("device", "host", "disk")
 EVERY_TIER = pytest.mark.parametrize("tier", TIERS)
 MODELS = pytest.mark.parametrize("make", [lambda: drt(2), window_model], ids=["drt", "window"])
 LENGTHS = (30, 7, 12)
@@ -337,7 +337,7 @@ def histories(draw: st.DrawFn) -> tuple[str, list[tuple[str, int]], int]:
     return draw(st.sampled_from(["drt", "window", "wide", "all", "blocks"])), calls, draw(st.integers(1, 8))
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(histories())
 @example(("window", [("read", 50), ("last", 1)], 3))  # the windows begin in the middle of the text
 @example(("window", [("read", 50), ("last", 6)], 3))

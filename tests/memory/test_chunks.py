@@ -141,13 +141,6 @@ def test_only_the_one_row_of_a_memory_is_replaced() -> None:
 # --- refused ---------------------------------------------------------------------------------------------
 
 
-def test_a_tier_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="memory_tier: expected one of 'device', 'host', 'disk', 'tokens', got 'tape'"
-    ):
-        ChunkMemory("tape")
-
-
 def test_a_folder_is_for_the_disk(tmp_path: Any) -> None:
     for tier in ("device", "host"):
         with pytest.raises(ValueError, match=f"memory_folder: expected none for memory_tier='{tier}'"):

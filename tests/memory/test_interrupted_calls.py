@@ -288,7 +288,7 @@ def test_a_long_prompt_keeps_no_more_than_before_it_and_after_it(monkeypatch: py
     model = landmark(max_memory_chunks=5, num_hidden_layers=2)
     cache, first = model.read(tokens(103)), model.new_cache()
     for going, most in ((cache, 2 * 5), (first, 5)):
-        logits_of(model, tokens(700, seed=1), past_key_values=going, logits_to_keep=1)
+        logits_of(model, tokens(250, seed=1), past_key_values=going, logits_to_keep=1)
         config, store = model.config, going.memory.store
         assert config.local_length is not None
         assert store is not None

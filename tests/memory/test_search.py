@@ -12,20 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.budgets import assert_same_bits
+from tests.ops.selection.test_api import cut
 from trailmark.memory.search import ExactSearch, FaissSearch
 from trailmark.ops import ChunkSelection, select_chunks
 
 E, K = 64, 8
-
-
-def cut(table: Tensor, *at: int) -> list[Tensor]:
-    """The table in blocks that end at the given chunks and at the last."""
-    ends = [*at, table.shape[1]]
-    return [table[:, first:last] for first, last in zip([0, *at], ends, strict=True)]
-
-
-def assert_bits(ours: ChunkSelection, theirs: ChunkSelection) -> None:
-    assert all(map(torch.equal, ours, theirs))
 
 
 @settings(max_examples=40)
@@ -89,7 +81,7 @@ def both(
     ends = torch.full((query.shape[1],), M) if ends is None else ends
     found, exact = (one.select(query, blocks, K, ends, 0.1) for one in (search, ExactSearch()))
     # whatever was found is scored and weighed exactly, and exists for its query
-    assert_bits(found, select_chunks(query, blocks, K, ends, indices=found.indices, scale=0.1))
+    assert_same_bits(found, select_chunks(query, blocks, K, ends, indices=found.indices, scale=0.1))
     assert (found.indices < ends[..., None]).all()
     assert (found.indices.diff(dim=-1) > 0)[found.indices[..., 1:] >= 0].all()
     return found, exact
@@ -106,7 +98,7 @@ def test_the_newest_are_found_for_their_age() -> None:
     found, exact = (
         one.select(query, [landmarks], K, ends, 0.08, recency=1.0) for one in (search, ExactSearch())
     )
-    assert_bits(found, exact)
+    assert_same_bits(found, exact)
     nearest = ExactSearch().select(query, [landmarks], 4 * K, ends, 0.08).indices
     near = (exact.indices[..., None] == nearest[..., None, :]).any(-1)
     last = exact.indices >= ends[:, None] - 4 * K
@@ -175,7 +167,7 @@ def test_nothing_depends_on_chunks_to_come() -> None:
     assert torch.equal(before.indices[:, few], exact.indices[:, few])
     poisoned[:, 5000:] = torch.nan
     after, _ = both(FaissSearch(**SMALL), query, [poisoned], ends)
-    assert_bits(after, before)
+    assert_same_bits(after, before)
 
 
 @pytest.mark.usefixtures("faiss")
@@ -183,7 +175,7 @@ def test_a_small_memory_is_searched_exactly() -> None:
     landmarks, query = clustered(1024, 50)
     search = FaissSearch(**SMALL)
     for M in (0, 5, 1023):
-        assert_bits(*both(search, query, cut(landmarks[:, :M], M // 3)))
+        assert_same_bits(*both(search, query, cut(landmarks[:, :M], M // 3)))
         assert search.num_indexed == 0
     both(search, query, [landmarks])
     assert search.num_indexed == 1024
@@ -199,7 +191,7 @@ def test_a_query_whose_lists_hold_too_little_is_searched_exactly() -> None:
     search = FaissSearch(min_chunks=1024, num_lists=1024, num_probes=1)  # a chunk a list
     found, exact = both(search, query, [landmarks])
     assert search.num_indexed == 1088
-    assert_bits(found, exact)
+    assert_same_bits(found, exact)
 
 
 @pytest.mark.usefixtures("faiss")
@@ -238,7 +230,7 @@ def test_a_memory_that_was_cut_or_written_again_is_noticed() -> None:
     check(8192)
     # the same search for a memory of another size
     ours, theirs = (both(x, query[..., :8], [text[..., :8]])[0] for x in (search, FaissSearch(**SMALL)))
-    assert_bits(ours, theirs)
+    assert_same_bits(ours, theirs)
     text[:, 100:200] = one[:, 100:200]  # in its midst
     search.forget()
     check(8192)
@@ -260,7 +252,7 @@ def test_branches_share_an_index_and_have_chunks_of_their_own() -> None:
     # each branch alone
     for b in range(3):
         alone, _ = both(search, query[b : b + 1], [landmarks, own[b : b + 1]])
-        assert_bits(alone, ChunkSelection(*(x[b : b + 1] for x in both(search, query, blocks)[0])))
+        assert_same_bits(alone, ChunkSelection(*(x[b : b + 1] for x in both(search, query, blocks)[0])))
 
 
 @pytest.mark.usefixtures("faiss")

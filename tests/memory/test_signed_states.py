@@ -30,7 +30,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "hsa, tokens": hsa,
     "drt, tokens": lambda: drt(2, num_sinks=2),
 }
-_INTEGERS = (-1, -2, 1, 7, 2**31, 2**62, 2**63 - 1, -(2**63))
+_INTEGERS = (-1, 1, 2**31, -(2**63))
 
 
 def others(tensor: Tensor) -> Iterator[tuple[str, Tensor | None]]:
@@ -75,12 +75,12 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_every_tensor_is_checked(made: tuple[Any, Path, str], tmp_path: Path) -> None:
     model, source, tier = made
     (path,) = source.glob("state-*")
+    folder = shutil.copytree(source, tmp_path / "memory")
     wrong, refused = [], 0
     for name, tensor in safetensors.torch.load_file(path).items():
         for said, other in others(tensor):
-            folder = tmp_path / "memory"
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(source, folder)
+            for file in (path.name, "memory.json"):
+                shutil.copy(source / file, folder)
             sign_state(folder, partial(put, name=name, other=other))
             try:
                 cache = model.load_cache(folder, tier)

@@ -25,9 +25,10 @@ class Step:
 
 
 @st.composite
-def lives(draw: st.DrawFn, sinks: bool = False) -> tuple[int | None, list[Step]]:
-    windows = [1, 2, 3, 5, 8] if sinks else [1, 2, 3, 5, 8, None]
-    window, B = draw(st.sampled_from(windows)), draw(st.integers(1, 3))
+def lives(draw: st.DrawFn) -> tuple[int | None, int, list[Step]]:
+    """A window, the sinks before it, and the calls."""
+    window, B = draw(st.sampled_from([1, 2, 3, 5, 8, None])), draw(st.integers(1, 3))
+    sinks = draw(st.integers(0, 6)) if window is not None else 0
     steps = []
     for _ in range(draw(st.integers(1, 9))):
         n = draw(st.sampled_from([1, 1, 1, 2, 4, 11, 40]))
@@ -36,7 +37,7 @@ def lives(draw: st.DrawFn, sinks: bool = False) -> tuple[int | None, list[Step]]
         if window is not None and not draw(st.integers(0, 3)):
             gaps = [draw(st.sampled_from([0, 1, 9])) for _ in range(B)]
         steps.append(Step(tuple(counts), tuple(gaps), not draw(st.integers(0, 3))))
-    return window, steps
+    return window, sinks, steps
 
 
 def numbers(first: np.ndarray, width: int) -> Tensor:
@@ -71,69 +72,47 @@ def seen_by(call: WindowCall, joined: Tensor, window: int | None, n: int = 0) ->
 
 
 @settings(max_examples=120)
-@given(lives(sinks=True), st.integers(1, 6))
-@example((3, [Step((9, 2), (0, 0)), Step((1, 1), (0, 0)), Step((1, 1), (9, 0)), Step((1, 1), (0, 0))]), 2)
-@example((2, [Step((1, 1), (0, 0), i == 2) for i in range(9)]), 3)
-def test_each_position_sees_the_sinks_too(life: tuple[int | None, list[Step]], n: int) -> None:
+@given(lives())
+@example((3, 2, [Step((9, 2), (0, 0)), Step((1, 1), (0, 0)), Step((1, 1), (9, 0)), Step((1, 1), (0, 0))]))
+@example((2, 3, [Step((1, 1), (0, 0), i == 2) for i in range(9)]))
+@example(
+    (3, 0, [Step((1, 1), (0, 0)), Step((1, 0), (0, 0)), Step((1, 1), (0, 0), True), Step((1, 1), (0, 0))])
+)
+@example((None, 0, [Step((64,), (0,)), Step((1,), (0,)), Step((1,), (0,)), Step((40,), (0,))]))
+@example((None, 0, [Step((60, 3), (0, 0))] + [Step((1, 1), (0, 0))] * 9))
+def test_each_position_sees_its_window_and_the_sinks(life: tuple[int | None, int, list[Step]]) -> None:
     """What is left out begins after the sinks: these are seen by every layer."""
-    window, steps = life
-    assert window is not None
+    window, n, steps = life
     zero = np.zeros(len(steps[0].counts), np.int64)
-    span, layer, begins = Span(zero, zero), Window(window, n), zero
+    span, layers, begins = Span(zero, zero), [Window(window, n), Window(window, n)], zero
     for step in steps:
-        gaps = np.where((span.end >= n) & (not step.fails), np.array(step.gaps), 0)
+        gaps = np.where(span.end >= n, np.array(step.gaps), 0)
         first, counts = span.end + gaps, np.array(step.counts)
         call = WindowCall(span, first, counts, int(counts.max()), window, torch.device("cpu"), n)
         started = np.where(gaps > 0, first, begins)
         keys = numbers(first, call.width)
-        joined = layer.update(keys, -keys, call)
-        assert torch.equal(joined[1], -joined[0])
-        for b, row in enumerate(seen_by(call, joined[0], window, n)):
-            for t, found in enumerate(row):
-                place = int(first[b]) + t
-                oldest = max(place - window + 1, int(started[b]))
-                seen = {*range(min(n, place - window + 1)), *range(oldest, place + 1)}
-                assert found == sorted(seen)
-        for b, ring in enumerate(joined[0]):
-            here = range(int(started[b]), int(first[b] + counts[b]))
-            seen = [p for p in here if p > int(first[b]) - window]
-            found = ring[0, call.places(np.array([seen] * len(first)))[b], 0]
-            assert found.tolist() == [p + 1000 * b for p in seen]
-        if not step.fails:
-            span, begins, layer = Span(*call.after), started, call.staged(layer)
-            assert layer.keys.shape == layer.values.shape == (len(zero), J, n + window, D)
-            assert layer.num_bytes() == 2 * len(zero) * J * (n + window) * D * 8
-
-
-@settings(max_examples=120)
-@given(lives())
-@example((3, [Step((1, 1), (0, 0)), Step((1, 0), (0, 0)), Step((1, 1), (0, 0), True), Step((1, 1), (0, 0))]))
-@example((None, [Step((64,), (0,)), Step((1,), (0,)), Step((1,), (0,)), Step((40,), (0,))]))
-@example((None, [Step((60, 3), (0, 0))] + [Step((1, 1), (0, 0))] * 9))
-def test_each_position_sees_its_window(life: tuple[int | None, list[Step]]) -> None:
-    window, steps = life
-    zero = np.zeros(len(steps[0].counts), np.int64)
-    span, layers, begins = Span(zero, zero), [Window(window), Window(window)], zero
-    for step in steps:
-        first, counts = span.end + np.array(step.gaps), np.array(step.counts)
-        call = WindowCall(span, first, counts, int(counts.max()), window, torch.device("cpu"))
-        started = np.where(np.array(step.gaps) > 0, first, begins)
-        keys = numbers(first, call.width)
         for layer in layers:
             joined = layer.update(keys, -keys, call)
             assert torch.equal(joined[1], -joined[0])
-            for b, row in enumerate(seen_by(call, joined[0], window)):
+            for b, row in enumerate(seen_by(call, joined[0], window, n)):
                 for t, found in enumerate(row):
                     place = int(first[b]) + t
                     oldest = 0 if window is None else place - window + 1
-                    assert found == list(range(max(oldest, int(started[b])), place + 1))
+                    seen = {*range(min(n, max(0, oldest))), *range(max(oldest, int(started[b])), place + 1)}
+                    assert found == sorted(seen)
+            for b, ring in enumerate(joined[0] if window is not None else ()):
+                here = range(int(started[b]), int(first[b] + counts[b]))
+                kept = [p for p in here if p > int(first[b]) - window]
+                found = ring[0, call.places(np.array([kept] * len(first)))[b], 0]
+                assert found.tolist() == [p + 1000 * b for p in kept]
         if not step.fails:
             span, begins = Span(*call.after), started
             layers = [call.staged(layer) for layer in layers]
             for layer in layers:
                 assert layer.keys.shape == layer.values.shape
                 if window is not None:
-                    assert layer.keys.shape == (len(zero), J, window, D)
+                    assert layer.keys.shape == (len(zero), J, n + window, D)
+                    assert layer.num_bytes() == 2 * len(zero) * J * (n + window) * D * 8
 
 
 def run(window: int | None, counts: Sequence[int], rows: int = 2) -> list[Window]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.models.tiny import EACH_MODEL, drt, tokens
-from trailmark.models import TrailmarkForCausalLM
+from tests.models.tiny import drt, tokens
 
-Make = Callable[..., TrailmarkForCausalLM]
 WRONG_IDS: list[Any] = [
     [1, 2, 3],
     [[1, 2, 3]],
@@ -58,17 +55,15 @@ def test_lists_of_numbers_are_no_tensors(name: str) -> None:
                 use([[1, 1, 1]])
 
 
-@EACH_MODEL
 @pytest.mark.parametrize(
     "came",
     [torch.tensor([[1]]), torch.tensor([1, 2]), torch.tensor(1), torch.tensor([1.0]), torch.tensor([True])],
 )
-def test_each_row_has_a_seed(make: Make, came: torch.Tensor) -> None:
+def test_each_row_has_a_seed(came: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"^noise_seed: expected int64 of shape \[B\] = \(1,\), got "):
-        make()(tokens(3), noise_seed=came)
+        drt()(tokens(3), noise_seed=came)
 
 
-@EACH_MODEL
 @pytest.mark.parametrize(
     "other",
     [
@@ -81,8 +76,8 @@ def test_each_row_has_a_seed(make: Make, came: torch.Tensor) -> None:
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_what_only_other_models_know_is_refused_in_words(make: Make, other: dict[str, Any]) -> None:
-    model, ids = make(), tokens(3)
+def test_what_only_other_models_know_is_refused_in_words(other: dict[str, Any]) -> None:
+    model, ids = drt(), tokens(3)
     with pytest.raises(ValueError, match=f"^{next(iter(other))}: expected none, got"):
         model(ids, **other)
     off = {name: False if value is True else None for name, value in other.items()}
@@ -120,11 +115,10 @@ def test_a_temperature_that_nothing_can_be_divided_by_is_refused(temperature: fl
         drt().generate(tokens(3), do_sample=True, temperature=temperature, max_new_tokens=2)
 
 
-@EACH_MODEL
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("options", [{"do_sample": True}, {"do_sample": False}, {"num_beams": 2}], ids=str)
-def test_logits_that_are_no_numbers_are_no_answer(make: Make, value: float, options: dict[str, Any]) -> None:
-    model = make()
+def test_logits_that_are_no_numbers_are_no_answer(value: float, options: dict[str, Any]) -> None:
+    model = drt()
     with torch.no_grad():
         model.embed_tokens.weight[7] = value
     with pytest.raises(ValueError, match=r"^model: expected finite logits"):

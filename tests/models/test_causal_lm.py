@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -34,20 +34,18 @@ Make = Callable[..., TrailmarkForCausalLM]
 # --- refused input -----------------------------------------------------------------------------------------
 
 
-@EACH_MODEL
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
         (torch.zeros(1, 0, dtype=torch.int64), r"expected shape \[B, T\] with T >= 1, got \(1, 0\)"),
         (torch.zeros(0, 4, dtype=torch.int64), r"got \(0, 4\)"),
-        (torch.zeros(4, dtype=torch.int64), r"got \(4,\)"),
         (torch.tensor([[1, 50]]), r"tokens from 0 to 49 \(vocab_size - 1\), got 50"),
         (torch.tensor([[-1, 3]]), "got -1"),
     ],
-    ids=["no token", "no row", "one dimension", "beyond the vocabulary", "negative"],
+    ids=["no token", "no row", "beyond the vocabulary", "negative"],
 )
-def test_input_that_is_no_text_is_refused(make: Make, ids: Tensor, message: str) -> None:
-    model = make()
+def test_input_that_is_no_text_is_refused(ids: Tensor, message: str) -> None:
+    model = drt()
     with pytest.raises(ValueError, match="input_ids: .*" + message):
         model(ids)
     cache = model.new_cache()
@@ -56,29 +54,26 @@ def test_input_that_is_no_text_is_refused(make: Make, ids: Tensor, message: str)
     assert cache.get_seq_length() == 0
 
 
-@EACH_MODEL
-def test_labels_of_another_shape_are_refused(make: Make) -> None:
+def test_labels_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match=r"labels: expected shape \(1, 5\), got \(1, 4\)"):
-        make()(tokens(5), labels=tokens(4))
+        drt()(tokens(5), labels=tokens(4))
 
 
-@EACH_MODEL
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bool], ids=str)
 @pytest.mark.parametrize("argument", ["input_ids", "labels"])
-def test_tokens_of_another_type_are_refused(make: Make, argument: str, dtype: torch.dtype) -> None:
+def test_tokens_of_another_type_are_refused(argument: str, dtype: torch.dtype) -> None:
     arguments = {"input_ids": tokens(5), "labels": tokens(5)}
     arguments[argument] = arguments[argument].to(dtype)
     with pytest.raises(ValueError, match=rf"{argument}: expected int64, got {dtype}"):
-        make()(**arguments)
+        drt()(**arguments)
 
 
-@EACH_MODEL
 @pytest.mark.parametrize("label", [50, -1])
-def test_labels_outside_the_vocabulary_are_refused(make: Make, label: int) -> None:
+def test_labels_outside_the_vocabulary_are_refused(label: int) -> None:
     labels = tokens(5)
     labels[0, 1:3] = torch.tensor([-100, label])
     with pytest.raises(ValueError, match=rf"labels: expected tokens from 0 to 49 .* got {label}"):
-        make()(tokens(5), labels=labels)
+        drt()(tokens(5), labels=labels)
 
 
 @EACH_MODEL
@@ -100,7 +95,6 @@ def test_a_cache_of_another_model_is_refused(make: Make) -> None:
                 call()
 
 
-@EACH_MODEL
 @pytest.mark.parametrize(
     ("close_chunk", "came"),
     [
@@ -112,10 +106,8 @@ def test_a_cache_of_another_model_is_refused(make: Make) -> None:
     ],
     ids=str,
 )
-def test_early_landmarks_of_another_shape_or_type_are_refused(
-    make: Make, close_chunk: Any, came: str
-) -> None:
-    model, ids = make(), tokens(5)
+def test_early_landmarks_of_another_shape_or_type_are_refused(close_chunk: Any, came: str) -> None:
+    model, ids = drt(), tokens(5)
     cache = model.new_cache()
     for arguments in ({}, {"past_key_values": cache}, {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}):
         with pytest.raises(ValueError, match=r"close_chunk: expected .*\(1, 5\), got " + came):
@@ -147,19 +139,17 @@ def test_a_call_that_is_refused_leaves_the_cache(
     assert torch.equal(*(logits_of(model, tokens(6), past_key_values=cache) for cache in caches))
 
 
-@EACH_MODEL
-def test_a_tuple_on_request(make: Make) -> None:
-    model, ids = make(), tokens(5)
+def test_a_tuple_on_request() -> None:
+    model, ids = drt(), tokens(5)
     loss, logits = model(ids, labels=ids, return_dict=False)
     out = model(ids, labels=ids)
     assert torch.equal(loss, out.loss)
     assert torch.equal(logits, out.logits)
 
 
-@EACH_MODEL
-def test_logits_to_keep_with_labels_is_refused(make: Make) -> None:
+def test_logits_to_keep_with_labels_is_refused() -> None:
     with pytest.raises(ValueError, match="logits_to_keep: expected 0"):
-        make()(tokens(5), labels=tokens(5), logits_to_keep=1)
+        drt()(tokens(5), labels=tokens(5), logits_to_keep=1)
 
 
 @EACH_MODEL
@@ -224,7 +214,7 @@ def test_padded_rows_are_the_texts_alone(make: Make, side: str, use_cache: bool,
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_batch_goes_on(make: Make, side: str) -> None:
     """A ragged prompt, then a ragged piece whose mask spans both, then one token each."""
-    model, first, second = make(), [9, 4, 6], [3, 8, 1]
+    model, first, second = make(), [29, 4, 16], [3, 8, 1]
     cache = model.new_cache()
     ids, mask = padded(first, side)
     logits_of(model, ids, attention_mask=mask, past_key_values=cache)
@@ -232,7 +222,7 @@ def test_a_padded_batch_goes_on(make: Make, side: str) -> None:
     middle = logits_of(model, more, attention_mask=torch.cat([mask, more_mask], dim=1), past_key_values=cache)
     last = tokens(1, batch=3, seed=9)
     end = logits_of(model, last, past_key_values=cache)
-    assert cache.get_seq_length() == 13
+    assert cache.get_seq_length() == 33
     for row in range(3):
         whole = torch.cat(
             [tokens(first[row], seed=row), tokens(second[row], seed=row), last[row : row + 1]], dim=1
@@ -247,14 +237,11 @@ HOLES = {
 }
 
 
-@EACH_MODEL
 @pytest.mark.parametrize("mask", HOLES.values(), ids=HOLES)
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_padding_that_is_not_at_one_end_is_refused(
-    make: Make, mask: list[list[int]], use_cache: bool
-) -> None:
+def test_padding_that_is_not_at_one_end_is_refused(mask: list[list[int]], use_cache: bool) -> None:
     with pytest.raises(ValueError, match="attention_mask: "):
-        make()(tokens(5, batch=2), attention_mask=torch.tensor(mask), use_cache=use_cache)
+        drt()(tokens(5, batch=2), attention_mask=torch.tensor(mask), use_cache=use_cache)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (1, 5), (2, 6), (5,), (2, 5, 1)])
@@ -312,11 +299,10 @@ def test_the_retrieval_of_a_padded_batch_is_that_of_its_texts(side: str, use_cac
             assert (ours.scores[row, closed:] == -torch.inf).all()
 
 
-@EACH_MODEL
 @pytest.mark.parametrize("read", ["padded", "equal", "a few tokens"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_other_rows_than_the_cache_has_are_refused(make: Make, read: str, rows: int) -> None:
-    model = make()
+def test_other_rows_than_the_cache_has_are_refused(read: str, rows: int) -> None:
+    model = drt()
     cache = model.new_cache()
     if read == "padded":
         ids, mask = padded([5, 3], "left")
@@ -374,6 +360,7 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
     assert float(loss) == pytest.approx(float(exact), rel=1e-6)
 
 
+@settings(max_examples=15)
 @given(
     slab=st.integers(1, 9),
     labels=st.lists(st.sampled_from([-100, 0, 3, 49]), min_size=8, max_size=8),

@@ -103,7 +103,9 @@ def test_defaults() -> None:
     assert SlidingWindowConfig(sliding_window=None).sliding_window is None
 
 
-@pytest.mark.parametrize("config", [drt_config(3, window_position="rope"), window_config()])
+@pytest.mark.parametrize(
+    "config", [drt_config(3, window_position="rope", retriever="encoder"), window_config()]
+)
 def test_a_configuration_survives_its_file(config: Any, tmp_path: Any) -> None:
     config.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path)

@@ -52,7 +52,7 @@ def predicted(model: TrailmarkForCausalLM, prompt: Tensor, new: Tensor, close_ch
 @EACH_MODEL
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 18, 41])
 @pytest.mark.parametrize("close_chunk", [True, False, None])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_greedy_is_what_one_forward_predicts(make: Make, length: int, close_chunk: bool | None) -> None:
     model, prompt = make(), tokens(length, batch=2)
     options = {} if close_chunk is None else {"close_chunk": close_chunk}
@@ -60,7 +60,7 @@ def test_greedy_is_what_one_forward_predicts(make: Make, length: int, close_chun
     assert torch.equal(predicted(model, prompt, new, close_chunk is not False).argmax(-1), new)
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=4),
     st.sampled_from(["left", "right"]),
@@ -109,11 +109,10 @@ def test_beams_of_a_padded_batch_are_those_of_its_rows(
 
 
 @EACH_MODEL
-@SIDES
-def test_several_samples_of_a_padded_batch(make: Make, side: str) -> None:
+def test_several_samples_of_a_padded_batch(make: Make) -> None:
     """Each continuation is one of its own prompt."""
     model, lengths = make(logit_scale=0.2), [26, 1, 9]
-    ids, mask = padded(lengths, side)
+    ids, mask = padded(lengths)
     torch.manual_seed(0)
     out = model.generate(
         ids,
@@ -208,11 +207,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0")
 
 
-@EACH_MODEL
-def test_text_streams(
-    make: Make, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = make()
+def test_text_streams(tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]) -> None:
+    model = drt(2)
     prompt = tokenizer(" ".join(f"w{n}" for n in tokens(18)[0].tolist()), return_tensors="pt").input_ids
     assert torch.equal(prompt, tokens(18))
     expected = tokenizer.decode(generated(model, prompt, 14)[0])
@@ -307,13 +303,11 @@ def test_questions_of_unequal_length_after_one_text(side: str) -> None:
 # --- options ---------------------------------------------------------------------------------------------
 
 
-@EACH_MODEL
-def test_generation_without_a_cache_is_refused(make: Make) -> None:
+def test_generation_without_a_cache_is_refused() -> None:
     with pytest.raises(ValueError, match="use_cache: expected True, got False"):
-        make().generate(tokens(5), use_cache=False)
+        drt(2).generate(tokens(5), use_cache=False)
 
 
-@EACH_MODEL
 @pytest.mark.parametrize(
     "option",
     [
@@ -330,23 +324,21 @@ def test_generation_without_a_cache_is_refused(make: Make) -> None:
     ],
     ids=lambda option: next(iter(option)),
 )
-def test_what_generation_cannot_do_is_refused(make: Make, option: dict[str, Any]) -> None:
+def test_what_generation_cannot_do_is_refused(option: dict[str, Any]) -> None:
     (name,) = option
     with pytest.raises(ValueError, match=f"{name}: expected"):
-        generated(make(), tokens(5), 2, return_dict_in_generate=True, **option)
+        generated(drt(2), tokens(5), 2, return_dict_in_generate=True, **option)
 
 
-@EACH_MODEL
-def test_assisted_generation_is_refused(make: Make) -> None:
-    model = make()
+def test_assisted_generation_is_refused() -> None:
+    model = drt(2)
     for option in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model}):
         with pytest.raises(ValueError, match="assisted generation is not supported"):
             generated(model, tokens(10), 5, **option)
 
 
-@EACH_MODEL
-def test_sampling_is_a_function_of_the_seed(make: Make) -> None:
-    model, prompt = make(logit_scale=0.2), tokens(10)
+def test_sampling_is_a_function_of_the_seed() -> None:
+    model, prompt = drt(2, logit_scale=0.2), tokens(10)
     runs = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)

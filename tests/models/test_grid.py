@@ -244,7 +244,9 @@ def test_without_chunks_tokens_are_positions() -> None:
 
 def test_layouts_that_are_asked_for_again_are_made_once() -> None:
     assert lay_out(9, 4, close_chunk=True) is lay_out(9, 4, np.zeros(3, int), close_chunk=True)
+    assert lay_out(9, 4, landmarks=False) is lay_out(9, 4, np.zeros(2, int), landmarks=False)
     assert lay_out(9, 4) is not lay_out(9, 4, close_chunk=True)
+    assert lay_out(9, 4) is not lay_out(9, 4, landmarks=False)
 
 
 # --- several calls ---------------------------------------------------------------------------------------
@@ -359,8 +361,10 @@ def test_gradients_reach_tokens_and_landmark() -> None:
 
 
 @PROPERTY
-@given(calls(), st.integers(1, 9), st.none() | st.integers(0, 9), st.booleans())
+@given(calls(), st.integers(0, 9), st.none() | st.integers(0, 9), st.booleans())
 @example(Call(4, 9, ((3, 9, ()), (0, 2, ())), False), 1, 1, False)
+@example(Call(4, 6, ((0, 6, ()), (0, 3, ()), (0, 4, ())), False), 0, 0, True)  # an empty tail
+@example(Call(4, 6, ((0, 6, ()), (0, 3, ()), (0, 4, ())), False), 0, 0, False)
 def test_a_tail_knows_its_places_in_chunks(call: Call, reach: int, keep: int | None, landmarks: bool) -> None:
     """So do positions that follow it: ``begun`` says what of the first chunk is left out."""
     rows = call.by_hand(landmarks)
@@ -389,24 +393,3 @@ def test_documents_without_landmarks() -> None:
     assert grid.first_chunks.tolist() == [[0, 1, 1, 3]]
     assert grid.open_tokens.tolist() == [1]
     assert taken(grid.encoder_rows, numbered(1, 9)) == [[1, 2, 3, 0, 4, 5, 6, 7, 8, 0, 0, 0]]
-
-
-def test_layouts_with_and_without_landmarks_are_two() -> None:
-    assert lay_out(9, 4) is not lay_out(9, 4, landmarks=False)
-    assert lay_out(9, 4, landmarks=False) is lay_out(9, 4, np.zeros(2, int), landmarks=False)
-
-
-@pytest.mark.parametrize("landmarks", [True, False])
-def test_an_empty_tail_knows_how_far_its_chunk_is(landmarks: bool) -> None:
-    """Nothing is kept of the first call: the second one's places in their chunks are those of the whole."""
-    first, second = np.array([6, 3, 4]), np.array([3, 5, 2])
-    whole = lay_out(9, 4, counts=first + second, landmarks=landmarks)
-    before = lay_out(6, 4, counts=first, landmarks=landmarks)
-    after = lay_out(5, 4, before.open_tokens, second, landmarks=landmarks)
-    _, none, _ = tail(before, 0, 0)
-    _, joined = join(none, after)
-    for row in range(3):
-        here = joined.counts[row]
-        assert here == after.counts[row]
-        mine = whole.chunk_slots[row, : whole.counts[row]][-here:]
-        assert joined.chunk_slots[row, :here].tolist() == mine.tolist()

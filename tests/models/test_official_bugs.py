@@ -1,4 +1,4 @@
-"""Bugs of the published DRT code that must not come back, one test each, named after the bug.
+"""Bugs of the published DRT code that must not come back and that no other test would find, named after the bug.
 
 They are listed in the notes of this project's reference report; the code is ant-research/long-context-modeling
 at aa7fa60. Kernels have tests of their own in tests/ops.
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.models.tiny import NaiveDRT, assert_same, drt, logits_of, split, tokens
-from trailmark.models import CausalLMOutput, causal_lm, grid
+from trailmark.models import causal_lm, grid
 
 S = 4
 
@@ -25,14 +25,6 @@ def poisoned_empty() -> Iterator[None]:
     assert torch.empty(1).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def test_softmax_off_by_one_is_a_no_op() -> None:
-    ids = tokens(30)
-    on, off = (drt(softmax_off_by_one=flag) for flag in (True, False))
-    assert_same(logits_of(on, ids)[0], NaiveDRT(on, ids[0]).logits)
-    assert_same(logits_of(off, ids)[0], NaiveDRT(off, ids[0]).logits)
-    assert (logits_of(on, ids) - logits_of(off, ids)).abs().max() > 0.01
 
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -90,39 +82,6 @@ def test_the_first_chunk_of_a_segment_reads_nothing(segment: int, monkeypatch: p
     assert_same(logits_of(model, ids[:, 28 * S :], past_key_values=cache), whole[:, 28 * S :])
 
 
-def test_prompts_must_be_whole_chunks() -> None:
-    model = drt()
-    for length in range(1, 3 * S):
-        prompt = tokens(length)
-        mask = torch.ones_like(prompt)
-        out = model.generate(
-            prompt, attention_mask=mask, max_new_tokens=2 * S, do_sample=False, pad_token_id=0
-        )
-        assert out.shape == (1, length + 2 * S)
-
-
-def test_keys_and_values_of_the_window_are_never_evicted() -> None:
-    """While decoding, the window stays W; memory has the closed chunks."""
-    model = drt(2)
-    cache, sizes = model.new_cache(), []
-    for t, token in enumerate(tokens(100).split(1, dim=1), start=1):
-        logits_of(model, token, past_key_values=cache)
-        assert cache.num_chunks.tolist() == [t // S]
-        assert all(layer.keys.shape == (1, 2, 7, 4) for layer in cache.layers)
-        sizes.append(cache.window_bytes())
-    assert len(set(sizes[3 * S :])) == 1
-
-
-def test_gradients_are_dropped_in_eval_mode() -> None:
-    ids, gradients = tokens(46), []
-    for model in (drt(2, retrieval_noise=False).train(), drt(2).eval()):
-        model(ids, labels=ids).loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-    for trained, evaluated in zip(*gradients, strict=True):
-        assert trained.abs().max() > 0
-        assert torch.equal(trained, evaluated)
-
-
 def test_masks_pile_up_on_the_module() -> None:
     """No call leaves a tensor behind, whatever its length; but for the layouts of the last few."""
 
@@ -143,7 +102,7 @@ def test_masks_pile_up_on_the_module() -> None:
 
     model = drt(2, pad_token_id=0)
     before = tensors_after(range(70, 72))
-    assert tensors_after(range(40, 45)) <= before  # fewer, if other tests' went meanwhile
+    assert tensors_after(range(40, 43)) <= before  # fewer, if other tests' went meanwhile
 
 
 def test_a_second_turn_raises() -> None:
@@ -165,13 +124,3 @@ def test_left_padding_is_attended_to_as_content() -> None:
     for filler in (0, 7):
         ids = torch.cat([torch.full((1, 5), filler), text], dim=1)
         assert_same(logits_of(model, ids, attention_mask=mask)[:, 5:], logits_of(model, text))
-
-
-def test_training_and_evaluation_return_different_types() -> None:
-    model, ids = drt(2), tokens(20)
-    for out in (model.train()(ids, labels=ids), model.eval()(ids, labels=ids)):
-        assert type(out) is CausalLMOutput
-        assert out.loss.shape == ()
-        assert out.logits.shape == (1, 20, 50)
-        assert out.retrieval is None
-        assert out.past_key_values is None

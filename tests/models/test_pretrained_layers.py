@@ -26,7 +26,9 @@ from transformers import (
 from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2RotaryEmbedding
 
 from tests.models.tiny import (
+    LINEAR,
     LLAMA3,
+    MIXED,
     YARN,
     assert_same,
     block_recurrent_config,
@@ -40,7 +42,7 @@ from tests.models.tiny import (
     window_config,
     window_model,
 )
-from tests.models.transformers64 import attention_weights, build, in_float64, scaled_rope, weights_of
+from tests.models.transformers64 import attention_weights, build, in_float64, rope, scaled_rope, weights_of
 from trailmark.models import SlidingWindowForCausalLM, TrailmarkForCausalLM
 from trailmark.models.grid import lay_out
 from trailmark.models.layers import MLP, ChunkAttention, Place, RMSNorm, WindowAttention, rotary_table
@@ -59,7 +61,6 @@ SIZES: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 512,
 }
-LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 4.0}
 SCALINGS: list[dict[str, Any]] = [
     LINEAR,
     LLAMA3,
@@ -69,13 +70,6 @@ SCALINGS: list[dict[str, Any]] = [
     YARN | {"attention_factor": 1.25},
     YARN | {"mscale": 1.0, "factor": 1.0},
 ]
-MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-
-
-def rope(theta: float, scaling: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_theta": theta, **(scaling or {"rope_type": "default"})}}
-
-
 # theirs, and what our configuration says beside the sizes
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SIZES, **rope(500.0), tie_word_embeddings=True), {}),
@@ -273,15 +267,6 @@ def test_a_model_and_its_memory_survive_their_files(name: str, tmp_path: Path) -
         setattr(other.config, field, value)
         with pytest.raises(ValueError, match="written with another " + re.escape(field)):
             other.load_cache(tmp_path / "memory")
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_generated_tokens_are_those_of_whole_forwards(name: str) -> None:
-    model, ids = MADE[name](), tokens(21, batch=2)
-    made = model.generate(ids, max_new_tokens=12, do_sample=False, close_chunk=False)
-    for t in range(21, 33):
-        again = logits_of(model, made[:, :t], past_key_values=model.new_cache())
-        assert torch.equal(again[:, -1].argmax(-1), made[:, t])
 
 
 def test_mixed_windows_keep_what_their_layers_see() -> None:

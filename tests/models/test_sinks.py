@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models.test_bits import assert_bits, go_on
+from tests.budgets import assert_same_bits
+from tests.models.test_bits import go_on
 from tests.models.tiny import (
     assert_same,
     block_recurrent,
@@ -161,9 +162,9 @@ def test_tiers_branches_and_saved_memories_go_on_bit_for_bit(
     model.read(ids, cache)
     cache.save(tmp_path / "memory")
     expected = go_on(model, model.read(ids))
-    assert_bits(go_on(model, cache.branch()), expected)
-    assert_bits(go_on(model, model.load_cache(tmp_path / "memory", memory_tier=tier)), expected)
-    assert_bits(go_on(model, cache), expected)
+    assert_same_bits(go_on(model, cache.branch()), expected)
+    assert_same_bits(go_on(model, model.load_cache(tmp_path / "memory", memory_tier=tier)), expected)
+    assert_same_bits(go_on(model, cache), expected)
 
 
 @OPTIONS
@@ -202,49 +203,6 @@ def test_generation_is_the_text_alone(options: dict[str, Any], lengths: tuple[in
         marks = torch.arange(n + 9)[None] == n - 1  # the prompt's last chunk is closed early
         own = model(text, close_chunk=marks).logits[0, n - 1 : -1]
         assert torch.equal(own.argmax(-1), text[0, n:])
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(
-    "options", [HIDDEN, ROPE | {"num_sinks": 2, "max_sink_distance": 9}], ids=["all", "sinks"]
-)
-def test_checkpointed_layers_have_the_same_gradients(options: dict[str, Any], reentrant: bool) -> None:
-    ids, gradients = tokens(46, batch=2), []
-    for checkpointed in (False, True):
-        model = drt(2, **options).train()
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model(ids, labels=ids, noise_seed=torch.tensor([1, 2])).loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-        assert all(g is not None and g.isfinite().all() for g in gradients[-1])
-        assert model.landmark.grad.any()
-    assert all(map(torch.equal, *gradients))
-
-
-def test_gradients_are_those_of_differences() -> None:
-    """Through the sinks beyond the furthest distance, and through what landmarks ask."""
-    model, ids = drt(1, **ROPE, num_sinks=2, max_sink_distance=9, landmarks_as_keys=False), tokens(30)
-    weights = {
-        "lower_layers.0.attention.qkv_proj.weight": (3, 5),
-        "upper_layers.1.attention.qkv_proj.weight": (18, 2),
-        "landmark": (4,),
-        "embed_tokens.weight": (int(ids[0, 0]), 7),
-    }
-    named = dict(model.named_parameters())
-    model(ids, labels=ids).loss.backward()
-
-    @torch.no_grad()
-    def loss(weight: Tensor, at: tuple[int, ...], step: float) -> float:
-        weight[at] += step
-        out = float(model(ids, labels=ids).loss)
-        weight[at] -= step
-        return out
-
-    for name, at in weights.items():
-        weight, step = named[name], 1e-5
-        slope = (loss(weight, at, step) - loss(weight, at, -step)) / (2 * step)
-        assert slope == pytest.approx(float(weight.grad[at]), rel=1e-5, abs=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -381,11 +381,3 @@ def test_other_weights_than_the_configuration_says_are_refused(make: Make) -> No
     model.lm_head.register_parameter("adapter", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(ValueError, match=r"^model: expected .* differs in lm_head\.adapter"):
         model.without_retrieval()
-
-
-@EACH
-def test_counts_below_zero_are_refused(make: Make) -> None:
-    with pytest.raises(
-        ValueError, match=r"^num_retrieved_chunks: expected 0 \(retrieval off\) or more, got -1"
-    ):
-        make(num_retrieved_chunks=-1)

@@ -49,6 +49,7 @@ LLAMA3: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 4.0}
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 # what pretrained weights ask for
 PRETRAINED: dict[str, Any] = {
@@ -58,6 +59,8 @@ PRETRAINED: dict[str, Any] = {
     "qk_norm": "head",
     "rope_scaling": YARN,
 }
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+TIERS = ("device", "host", "disk")  # that keep keys and values
 # S + 1 = 5 positions a chunk. The lower layers, then the upper ones of all groups:
 LAYERS = {1: (1, 2), 2: (1, 4), 3: (2, 3)}
 
@@ -278,6 +281,16 @@ def draw_weights(model: nn.Module, seed: int) -> None:
 def tokens(length: int, batch: int = 1, seed: int = 0, vocab: int = 50) -> Tensor:
     """[B, T]"""
     return torch.randint(vocab, (batch, length), generator=torch.Generator().manual_seed(1000 + seed))
+
+
+def early(length: int, seed: int = 0, share: float = 0.2, batch: int = 1) -> Tensor:
+    """bool [B, T]: where landmarks stand early."""
+    return torch.rand(batch, length, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def name_of(case: dict[str, Any]) -> str:
+    """Of the case of a test."""
+    return "-".join(str(value) for value in case.values())
 
 
 def pad(rows: Sequence[Tensor], side: str = "left", extra: int = 0) -> Tensor:

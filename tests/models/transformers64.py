@@ -16,6 +16,10 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
+def rope(theta: float, scaling: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": theta, **(scaling or {"rope_type": "default"})}}
+
+
 @contextmanager
 def in_float64() -> Iterator[None]:
     with (

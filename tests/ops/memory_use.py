@@ -11,15 +11,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Largest(TorchDispatchMode):
-    """The most bytes of storage, and the most elements, of one tensor that any operation returns."""
+    """The most bytes of storage, and the most elements, of one tensor that any operation returns.
+
+    Views of ``others`` do not count.
+    """
 
     bytes = 0
     elements = 0
 
+    def __init__(self, *others: Tensor) -> None:
+        super().__init__()
+        self.known = {x.untyped_storage().data_ptr() for x in others}
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, Tensor):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self.known:
                 self.bytes = max(self.bytes, x.untyped_storage().nbytes())
                 self.elements = max(self.elements, x.numel())
         return out

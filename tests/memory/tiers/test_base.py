@@ -88,7 +88,7 @@ def histories(draw: st.DrawFn) -> tuple[int, list[tuple[str, int, int]]]:
     return opened, steps
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     history=histories(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),

@@ -22,7 +22,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.models.transformers64 import build
+from tests.models.tiny import LINEAR, LLAMA3
+from tests.models.transformers64 import build, rope
 from trailmark.models.conversion.convert import convert
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -39,16 +40,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-LINEAR = {"rope_type": "linear", "factor": 4.0}
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
 MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-
-
-def rope(theta: float, scaling: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_theta": theta, **(scaling or {"rope_type": "default"})}}
 
 
 BASES: dict[str, tuple[Any, Any]] = {

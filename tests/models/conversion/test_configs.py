@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen3Config
 
-from tests.models.conversion.bases import byte_level, rope
+from tests.models.conversion.bases import byte_level
+from tests.models.transformers64 import rope
 from trailmark.models.conversion.convert import convert
 from trailmark.models.conversion.tensors import pretrained_without_weights
 from trailmark.training.config import load_run_config

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import processors
 
 from tests.models import tiny
-from tests.models.conversion.bases import LINEAR, byte_level, converted, made, save
+from tests.models.conversion.bases import byte_level, converted, made, save
 from trailmark.models.conversion.convert import convert
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -224,4 +224,3 @@ def test_what_has_no_way_back(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             convert(model=str(tmp_path / name), output=tmp_path / "x", to=to)
-    assert LINEAR["rope_type"] == "linear"

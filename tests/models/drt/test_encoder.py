@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.drt.test_ablations import ENCODERS, LENGTH, BagOfTokens, S, build, trained
+from tests.models.drt.test_ablations import ENCODERS, LENGTH, BagOfTokens, S, build
 from tests.models.drt.test_model import in_calls
+from tests.models.drt.test_training import trained
 from tests.models.tiny import (
     assert_same,
     drt_config,

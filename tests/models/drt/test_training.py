@@ -104,9 +104,16 @@ def test_retrievers_learn_from_the_loss_of_later_tokens_alone() -> None:
     assert not judged[3:].any()
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
-    model, ids = drt(groups=2), tokens(46, batch=2)
-    model.eval()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"groups": 2},
+        {"window_position": "rope", "num_sinks": 2, "max_sink_distance": 9, "landmarks_as_keys": False},
+    ],
+    ids=["plain", "sinks"],
+)
+def test_gradients_are_those_of_finite_differences(options: dict[str, Any]) -> None:
+    model, ids = drt(**options), tokens(46, batch=2)
     model(ids, labels=ids).loss.backward()
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.models.hils.naive import read_in
@@ -17,9 +16,10 @@ from tests.models.tiny import (
     LAYERS,
     PRETRAINED,
     assert_same,
+    early,
     hsa,
     logits_of,
-    padded,
+    name_of,
     split,
     tokens,
 )
@@ -31,15 +31,6 @@ from trailmark.models.hsa import chunks
 from trailmark.models.step import Step
 
 LENGTH = 61
-
-
-def early(length: int, seed: int = 0, share: float = 0.2) -> Tensor:
-    """bool [1, T]"""
-    return torch.rand(1, length, generator=torch.Generator().manual_seed(seed)) < share
-
-
-def name_of(case: dict[str, Any]) -> str:
-    return "-".join(str(value) for value in case.values())
 
 
 # Every pair of values of two options occurs in some case.
@@ -93,25 +84,6 @@ def test_it_is_the_equations(case: dict[str, Any]) -> None:
                 assert_same(found.weights[0, t, head, : len(own)], torch.tensor(own, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-@pytest.mark.parametrize("pieces", [[1], [3, 5, 8, 1, 26], [60, 1]], ids=str)
-@pytest.mark.sampled(20)
-def test_any_split_is_one_forward(case: dict[str, Any], pieces: list[int]) -> None:
-    options, marks = options_of(case)
-    model, ids = hsa(**options), tokens(LENGTH, batch=2)
-    marks = torch.cat([marks, early(LENGTH, 1) & bool(marks.any())])
-    whole = model(ids, close_chunk=marks, output_retrieval=True)
-    cache, outs = model.new_cache(), []
-    for part, closes in zip(split(ids, pieces), split(marks, pieces), strict=True):
-        outs.append(model(part, past_key_values=cache, close_chunk=closes, output_retrieval=True))
-    assert_same(torch.cat([out.logits for out in outs], 1), whole.logits)
-    for number, group in enumerate(whole.retrieval):
-        parts = [out.retrieval[number] for out in outs]
-        assert torch.equal(torch.cat([part.indices for part in parts], 1), group.indices)
-        assert_same(torch.cat([part.scores for part in parts], 1).exp(), group.scores.exp())
-        assert_same(torch.cat([part.weights for part in parts], 1), group.weights)
-
-
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @torch.no_grad()
 def test_upper_layers_need_no_more_than_their_reach(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,30 +98,6 @@ def test_upper_layers_need_no_more_than_their_reach(groups: int, monkeypatch: py
     monkeypatch.setattr(HSAForCausalLM, "reach", lambda self: reach - 1)
     short = logits_of(model, ids[:, -1:], past_key_values=model.read(ids[:, :-1]), logits_to_keep=1)
     assert (short - whole).abs().max() > 100 * EXACT
-
-
-@torch.no_grad()
-def test_a_neighbours_content_changes_no_bit_of_decoding() -> None:
-    for heads in (1, 2):
-        model = hsa(num_memory_heads=2, num_retrieval_heads=heads).float()
-        ids = tokens(LENGTH, batch=2)
-        other = ids.clone()
-        other[1] = 7  # equal chunks: few are different
-        rows = []
-        for batch in (ids, other):
-            cache = model.new_cache()
-            rows.append(torch.cat([model(x, past_key_values=cache).logits[:1] for x in batch.split(1, 1)], 1))
-        assert torch.equal(*rows)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_selects_nothing(side: str) -> None:
-    ids, mask = padded([60, 9, 41], side)
-    for chosen in hsa()(ids, attention_mask=mask, output_retrieval=True).retrieval:
-        absent = mask == 0
-        assert (chosen.indices[absent] == -1).all()
-        assert (chosen.weights[absent] == 0).all()
-        assert (chosen.scores[absent] == -torch.inf).all()
 
 
 def test_an_index_finds_what_a_search_of_all_finds() -> None:
@@ -252,25 +200,6 @@ def test_a_window_shows_as_many_positions_as_it_says() -> None:
     last, changed, same = (logits_of(model, x)[0, -1] for x in (ids, other, further))
     assert not torch.equal(last, changed)
     assert torch.equal(last, same)
-
-
-def test_labels_give_the_loss_and_every_token_its_logits() -> None:
-    """There the loss is always None, and logits are those of the last segment."""
-    model, ids = hsa(), tokens(LENGTH, batch=2)
-    out = model(ids, labels=ids)
-    assert out.logits.shape == (2, LENGTH, 50)
-    exact = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    assert_same(out.loss, exact)
-
-
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 61])
-def test_a_text_of_any_length_trains(length: int) -> None:
-    """There it must be a multiple of the chunk."""
-    model, ids = hsa().train(), tokens(length)
-    model(ids, noise_seed=torch.tensor([5])).logits.square().mean().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
 
 
 def test_noise_is_the_same_again_and_another_with_another_seed() -> None:

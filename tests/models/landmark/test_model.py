@@ -15,6 +15,7 @@ from tests.models.landmark.naive import NaiveWhole
 from tests.models.tiny import (
     PRETRAINED,
     assert_same,
+    early,
     landmark,
     landmark_config,
     logits_of,
@@ -26,11 +27,6 @@ from tests.models.tiny import (
 from trailmark.models import LandmarkConfig
 
 S = 4
-
-
-def early(length: int, seed: int = 0, share: float = 0.2) -> Tensor:
-    """bool [1, T]"""
-    return torch.rand(1, length, generator=torch.Generator().manual_seed(seed)) < share
 
 
 def naive(model: Any, ids: Tensor, **options: Any) -> Tensor:
@@ -95,9 +91,6 @@ def test_lower_precisions_keep_the_error_budget(dtype: torch.dtype) -> None:
     fast, oracle = (landmark(implementation=name).to(dtype) for name in (None, "reference"))
     exact = copy.deepcopy(oracle).double()
     assert_within_budget(*(logits_of(model, ids) for model in (fast, oracle, exact)))
-
-
-# --- causality -------------------------------------------------------------------------------------------
 
 
 # --- configurations --------------------------------------------------------------------------------------
@@ -229,13 +222,6 @@ def test_what_changes_no_arithmetic_may_differ(tmp_path: Any) -> None:
         logits_of(other, tokens(9, seed=1), past_key_values=other.load_cache(tmp_path)),
         logits_of(model, tokens(9, seed=1), past_key_values=model.load_cache(tmp_path)),
     )
-
-
-def test_another_batch_is_refused() -> None:
-    model = landmark()
-    cache = model.read(tokens(30))
-    with pytest.raises(ValueError, match="input_ids: expected the 1 rows that the cache has read, got 2"):
-        logits_of(model, tokens(3, batch=2), past_key_values=cache)
 
 
 def test_nothing_is_taken_back_from_a_cache_but_all() -> None:

@@ -136,7 +136,7 @@ def test_the_last_token_of_a_chunk_reads_with_all_but_the_last_of_the_next() -> 
     ]
 
 
-@MODES
+@pytest.mark.parametrize("mode", [{}, WHOLE], ids=str)
 @pytest.mark.parametrize("asking", [3, 5])
 def test_what_a_chunk_selected_changes_just_its_readers(mode: dict[str, Any], asking: int) -> None:
     """One upper layer and a window of one token: nothing else carries what was read on."""
@@ -165,8 +165,11 @@ def test_what_selected_nothing_reads_the_null_value() -> None:
     assert logits_of(model, ids).isfinite().all()
 
 
-@pytest.mark.parametrize("window", [1, 4, 5, 9, 14, 30])
-@pytest.mark.parametrize("mode", [{}, {"retriever": "encoder"}], ids=str)
+@pytest.mark.parametrize(
+    ("mode", "window"),
+    [*(({}, window) for window in (1, 4, 5, 9, 14, 30)), ({"retriever": "encoder"}, 9)],
+    ids=str,
+)
 def test_chunks_wholly_visible_to_the_last_reader_are_excluded(mode: dict[str, Any], window: int) -> None:
     """With room for all, just the allowed ones are selected, split or not. (RPT: only from earlier windows.)"""
     N = 8

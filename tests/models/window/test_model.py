@@ -63,14 +63,6 @@ def test_the_cache_does_not_grow() -> None:
     assert cache.memory_bytes() == 0
 
 
-@pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_a_memory_tier_changes_nothing_without_a_memory(tier: str) -> None:
-    model, ids = window_model(), tokens(30)
-    cache = model.new_cache(memory_tier=tier)
-    model.read(ids, cache)
-    assert cache.memory_bytes() == 0
-
-
 @pytest.mark.parametrize(("window", "reach"), [(7, 18), (1, 0), (None, None)])
 def test_what_the_layers_reach(window: int | None, reach: int | None) -> None:
     """Three layers, W - 1 positions each."""

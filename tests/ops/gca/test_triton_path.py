@@ -35,17 +35,12 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 # The grid of sizes
 
 
-def test_the_cover_is_small() -> None:
-    assert 40 < len(COVER) <= 80
-    assert 15 < len(CHEAP_COVER) <= len(COVER) // 2
-
-
 @pytest.mark.parametrize(
     "case",
     COVER if GPU else CHEAP_COVER,
     ids=lambda c: "-".join(str(v).split(".")[-1] for v in c.values()),
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)  # both dtypes, with the virtual key and without it
 def test_error_budget(case: dict[str, Any]) -> None:
     case = dict(case)
     off_by_one = case.pop("off_by_one")
@@ -128,7 +123,7 @@ def test_a_query_head_with_weights_of_its_own_is_as_alone(R: int) -> None:
     """Bit for bit what all heads give where all weigh as it does; gradients of its own query and weights too."""
     (q, k, v, w), rest = inputs(B=1, N=3, R=R, g=3, K=3, S=20, per_query_head=True, lengths=True)
     own, of_own, *_, weights = values_and_gradients(op(rest, "triton"), q, k, v, w)
-    for h in range(6):
+    for h in (0, 2, 3):
         same = w.unflatten(2, (2, 3))[:, :, :, h % 3]  # of the key/value head: [B, N, J, K]
         out, dq, *_, dw = values_and_gradients(op(rest, "triton"), q, k, v, same)
         assert torch.equal(own[..., h, :], out[..., h, :])
@@ -138,16 +133,6 @@ def test_a_query_head_with_weights_of_its_own_is_as_alone(R: int) -> None:
 
 
 # Bugs of the official kernel (reference/gca.md 2.4)
-
-
-@pytest.mark.parametrize("S", [16, pytest.param(130, marks=pytest.mark.slow)])
-def test_off_by_one_is_not_ignored(S: int) -> None:
-    tensors, rest = inputs(B=1, S=S, N=24)
-    assert_budget(tensors, rest, softmax_off_by_one=True)
-    without = op(rest, "triton", softmax_off_by_one=False)(*tensors)
-    same_dtype = op(rest, "reference")(*tensors)
-    with pytest.raises(AssertionError):
-        assert_within_budget(without, same_dtype, op(rest, "reference")(*(x.double() for x in tensors)))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +178,7 @@ def test_more_programs_than_65_535() -> None:
 @pytest.mark.parametrize("per_query_head", [False, True])
 @pytest.mark.sampled(3)
 def test_nothing_selected_gives_zeros(per_query_head: bool, beside: bool) -> None:
-    tensors, rest = inputs(lengths=True, g=2, per_query_head=per_query_head, beside=beside)
+    tensors, rest = inputs(N=2, lengths=True, g=2, per_query_head=per_query_head, beside=beside)
     rest["indices"][0] = -1
     out, dq, *others = values_and_gradients(op(rest, "triton"), *tensors)
     for x in (out[0], dq[0], *(x[0] for x in others)):
@@ -254,8 +239,7 @@ def test_a_gradient_of_stride_0() -> None:
     assert_same_bits(expanded, torch.autograd.grad(out, leaves, torch.ones_like(out)))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.mark.parametrize(("implementation", "compiled"), [("torch", True), ("triton", False)])
 def test_a_frozen_memory_costs_no_gradient(implementation: str, compiled: bool) -> None:
     (q, k, v, w), rest = inputs(B=1, N=2)
     run = op(rest, implementation)
@@ -341,18 +325,19 @@ def test_a_popular_chunk_is_added_up_from_parts(per_part: int, per_head: bool) -
 # Repeatability
 
 
+@pytest.mark.gpu  # an interpreted kernel runs in one order
 @pytest.mark.parametrize("per_query_head", [False, True])
 def test_the_same_bits_again(per_query_head: bool) -> None:
     tensors, rest = inputs(B=1, R=20, N=4, S=20, lengths=True, per_query_head=per_query_head)
     before = values_and_gradients(op(rest, "triton"), *tensors)
-    for _ in range(250 if GPU else 1):
+    for _ in range(250):
         assert_same_bits(before, values_and_gradients(op(rest, "triton"), *tensors))
 
 
 @pytest.mark.parametrize("sizes", [{}, {"R": 1, "g": 3, "per_query_head": True}], ids=["chunks", "tokens"])
 def test_neighbours_have_no_effect(sizes: dict[str, Any]) -> None:
     """Neither another row of the batch nor another chunk, or token, that reads."""
-    tensors, rest = inputs(B=3, N=7, **sizes)
+    tensors, rest = inputs(B=2, N=3, **sizes)
     out = op(rest, "triton")(*tensors)
     q, k, v, w = (x.clone() for x in tensors)
     for x in (q, k, v):
@@ -397,8 +382,7 @@ def test_wide_offsets_give_the_same_bits() -> None:
 # Decoding
 
 
-@pytest.mark.parametrize("R", [1, 3])
-@pytest.mark.parametrize(("K", "beside"), [(1, False), (2, False), (5, False), (8, False), (5, True)])
+@pytest.mark.parametrize(("K", "beside", "R"), [(1, False, 1), (8, False, 1), (5, True, 3)])
 def test_few_queries_split_over_the_chunks(K: int, beside: bool, R: int) -> None:
     tensors, rest = inputs(B=1, N=1, R=R, g=3, J=1, K=K, M=9, S=63, lengths=True, beside=beside)
     assert kernels._parts(1, K) > 1 or K == 1
@@ -522,13 +506,13 @@ def test_no_synchronisation_on_a_gpu() -> None:
 )
 @pytest.mark.parametrize(
     "sizes",
-    [{"R": 64}, {"R": 64, "beside": True}, {"R": 1, "g": 4, "per_query_head": True, "beside": True}],
+    [{"R": 16}, {"R": 16, "beside": True}, {"R": 1, "g": 4, "per_query_head": True, "beside": True}],
     ids=str,
 )
 @pytest.mark.sampled(6)
 def test_weights_of_float32(sizes: dict[str, Any], dtype: torch.dtype) -> None:
     """As in a model: scores and weights are float32 whatever the rest is."""
-    tensors, rest = inputs(dtype=dtype, S=63, N=8, D=64, K=8, **sizes)
+    tensors, rest = inputs(dtype=dtype, S=20, N=4, K=3, **sizes)
     tensors[3] = tensors[3].float()
     assert_budget(tensors, rest)
 

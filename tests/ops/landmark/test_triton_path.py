@@ -55,30 +55,24 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 # The grid of sizes
 
 
-def test_the_cover_is_small() -> None:
-    assert 36 <= len(COVER) <= 80
-    assert 16 <= len(CHEAP_COVER) <= len(COVER) // 2
-
-
 @pytest.mark.parametrize(
     "case",
     list(filter(has_enough_numbers, COVER)) if GPU else CHEAP_COVER,
     ids=lambda c: "-".join(str(v).split(".")[-1] for v in c.values()),
 )
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(7)  # both dtypes, causal and not, pairs of landmarks
 def test_error_budget(case: dict[str, Any]) -> None:
     assert_budget(*inputs(B=2 if GPU else 1, **case))
 
 
-@pytest.mark.parametrize("S", [1, 2, 15, 50, 63, 64, pytest.param(130, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("S", [1, 15, 63, 64, pytest.param(130, marks=pytest.mark.slow)])
 def test_every_chunk_size_from_mid_chunk_on(S: int) -> None:
     """The first chunk is cut short and the last has no landmark; 64 and more take several tiles."""
     T = max(20, 2 * S + S // 2)
     assert_budget(*inputs(B=1, T=T, S=S, J=1, marks_kind="phase", dtype=HALF, seed=3))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "dtype"), [(True, torch.float32), (False, HALF)])
 def test_chunks_longer_than_a_tile(causal: bool, dtype: torch.dtype) -> None:
     """Several documents, and queries in the middle of a chunk."""
     rest: dict[str, Any] = {"T": 190, "S": 70, "P": 80, "J": 1, "documents_kind": "several"}
@@ -124,16 +118,6 @@ def test_b3_more_chunks_than_64() -> None:
     assert_budget(tensors, rest)
 
 
-def test_rows_sum_to_one() -> None:
-    """The sum of the weights: what comes out where all values are 1."""
-    (q, k, _), rest = inputs(B=1, T=60, S=7, J=1, marks_kind="pairs")
-    ones = torch.ones_like(k)
-    out, lse = landmark_attention(q, k, ones, **rest, implementation="triton", return_lse=True)
-    exact, _ = op(rest, "reference")(*(x.double() for x in (q, k, ones)))
-    assert_within_budget(out, op(rest, "reference")(q, k, ones)[0], exact)
-    assert torch.equal(exact.round(), exact.new_ones(()) * (lse > -torch.inf)[..., None].expand_as(exact))
-
-
 def test_a_gradient_of_the_log_sum_exp_alone() -> None:
     tensors, rest = inputs(B=1, T=30, S=7, J=1)
 
@@ -163,8 +147,7 @@ def test_what_is_absent_has_no_effect_not_even_as_nan() -> None:
 
 
 @pytest.mark.parametrize("S", [4, 70])
-@pytest.mark.parametrize("which", ["out", "lse"])
-def test_what_attends_to_nothing_has_no_gradient_not_even_as_nan(which: str, S: int) -> None:
+def test_what_attends_to_nothing_has_no_gradient_not_even_as_nan(S: int) -> None:
     """Two documents that begin with landmarks, the second in the tile where the first ends; chunks of several tiles."""
     (q, k, v), rest = inputs(B=1, T=S + 20, S=S, J=1)
     rest["document_ids"] = (torch.arange(S + 20, device=DEVICE) >= S + 3).long()[None]
@@ -179,7 +162,8 @@ def test_what_attends_to_nothing_has_no_gradient_not_even_as_nan(which: str, S: 
     cotangents = [torch.randn(x.shape, generator=random).to(x) for x in results]
     zero, nan = ([x.clone() for x in cotangents] for _ in range(2))
     for these, value in ((zero, 0.0), (nan, torch.nan)):
-        these[("out", "lse").index(which)][alone] = value
+        for x in these:
+            x[alone] = value
     before = torch.autograd.grad(results, leaves, zero, retain_graph=True)
     for x, y in zip(before, torch.autograd.grad(results, leaves, nan), strict=True):
         assert bool(x.any())
@@ -232,7 +216,7 @@ def test_numbers_of_a_head_apart_from_each_other() -> None:
 
 def test_heads_first_in_memory() -> None:
     """[B, H, T, D] seen through a transpose: read as it lies, with the same bits."""
-    tensors, rest = inputs(T=20, J=2, g=2)
+    tensors, rest = inputs(B=1, T=20, J=2, g=2)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
     out = op(rest, "triton")
     assert_same_bits(values_and_gradients(out, *tensors), values_and_gradients(out, *turned))
@@ -319,10 +303,11 @@ def test_tables_are_made_once_for_all_layers() -> None:
 # Repeatability
 
 
+@pytest.mark.gpu  # an interpreted kernel runs in one order
 def test_the_same_bits_again() -> None:
     tensors, rest = inputs(B=1, T=40, S=7, g=2, J=1, marks_kind="phase")
     before = values_and_gradients(op(rest, "triton"), *tensors)
-    for _ in range(250 if GPU else 1):
+    for _ in range(250):
         assert_same_bits(before, values_and_gradients(op(rest, "triton"), *tensors))
 
 

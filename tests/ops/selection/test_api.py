@@ -120,7 +120,8 @@ def choose(scores: Tensor, K: int, **rest: Any) -> Tensor:
 @example(Case(M=1, K=3, J=0))
 def test_gradcheck(case: Case) -> None:
     inputs, rest = case.make()
-    torch.autograd.gradcheck(partial(weights_and_scores, **rest), [x.requires_grad_() for x in inputs])
+    leaves = [x.requires_grad_() for x in inputs]
+    torch.autograd.gradcheck(partial(weights_and_scores, **rest), leaves, fast_mode=True)
 
 
 @settings(max_examples=80)
@@ -184,7 +185,7 @@ def test_the_best_candidates_and_of_equals_the_earlier(
         assert chosen.tolist() == [expected]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 16, 512])
+@pytest.mark.parametrize("size", [2, 16, 512])
 def test_of_equals_in_several_blocks_the_earlier(size: int, blocks: Callable[[int], None]) -> None:
     scores = torch.randint(0, 9, (12, 1024), generator=torch.Generator().manual_seed(size)).double()
     scores[:4, 40:] = 0  # the last place is contested by few, by many

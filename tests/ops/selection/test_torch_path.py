@@ -21,6 +21,7 @@ from tests.budgets import (
     assert_same_in_float64,
     values_and_gradients,
 )
+from tests.ops.memory_use import Largest
 from tests.ops.selection.test_api import Case, blocks, cases, cut, noisy_case, weights_and_scores
 from trailmark.ops import ChunkSelection, select_chunks
 from trailmark.ops.selection import torch_path as module
@@ -152,6 +153,16 @@ def test_shared_landmarks_equal_a_copy(J: int) -> None:
     assert torch.equal(*indices)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tensor_is_larger_than_a_block(dtype: torch.dtype) -> None:
+    landmarks = torch.randn(1, 30_000, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert landmarks.numel() > module._BLOCK_ELEMENTS
+    segments, query = cut(landmarks, 20_000), torch.randn(1, 1, 64).to(dtype)
+    with Largest(landmarks) as largest:
+        select_chunks(query, segments, 8, torch.tensor([30_000]))
+    assert largest.bytes <= 4 * module._BLOCK_ELEMENTS  # in float32
+
+
 EXTRA_MEMORY = """
 import sys
 
@@ -169,7 +180,8 @@ print(with_peak(cpu, lambda: select_chunks(query, segments, 8, torch.tensor([300
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_search_holds_a_block_whatever_the_memory(dtype: str) -> None:
     command = [sys.executable, "-c", textwrap.dedent(EXTRA_MEMORY), dtype]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -229,8 +229,7 @@ def test_more_keys_than_are_merged_at_once(K: int, monkeypatch: pytest.MonkeyPat
         assert torch.equal(chosen, scores[first:].topk(K).indices.sort().values + first)
 
 
-@pytest.mark.parametrize("noisy", [False, True])
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(("poison", "noisy"), [(torch.nan, True), (torch.inf, False), (-torch.inf, False)])
 def test_what_is_no_candidate_has_no_effect(poison: float, noisy: bool) -> None:
     query, landmarks, rest = Case(B=3, N=4, M=150, noisy=noisy).make()
     ends, starts = torch.tensor([[3], [150], [70]]), torch.tensor([[0], [66], [70]])

@@ -72,10 +72,9 @@ def test_equals_the_oracle_in_float64() -> None:
                 assert_same_in_float64(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_error_budget(dtype: torch.dtype) -> None:
+def test_error_budget() -> None:
     case = Case(T=150, carried=7, D=16, window=20, alibi=True, positions="gaps")
-    inputs = [x.to(dtype) for x in case.make()[0]]
+    inputs = [x.bfloat16() for x in case.make()[0]]
     flex, oracle = case.attend("flex"), case.attend("reference")
     assert_within_budget(flex(*inputs), oracle(*inputs), oracle(*(x.double() for x in inputs)))
 
