@@ -234,7 +234,9 @@ class Demo:
         else:
             self.record["results"] = [r for r in self.record["results"] if r["model"] != name]
             tokens = config.training.tokens_per_step
-            self.say(f"\nTraining {NAMES[name]} ({count:,} parameters, {steps} steps of {tokens:,} tokens) ...")
+            self.say(
+                f"\nTraining {NAMES[name]} ({count:,} parameters, {steps} steps of {tokens:,} tokens) ..."
+            )
             model = run.train()
             self.progress.clear()
         history = read_history(folder)
