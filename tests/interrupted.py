@@ -20,9 +20,13 @@ def interrupted(
             [sys.executable, "-u", "-m", "trailmark", *map(str, words)],
             stdout=out, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1],
         )  # fmt: skip
-        began = time.monotonic()
-        while not ready() and process.poll() is None and time.monotonic() - began < 180:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=180)
+        try:
+            began = time.monotonic()
+            while not (is_ready := ready()) and process.poll() is None and time.monotonic() - began < 180:
+                time.sleep(0.02)
+            assert is_ready, "it never came so far"
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=180)
+        finally:
+            process.kill()
     return process.returncode, err

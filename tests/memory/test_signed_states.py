@@ -30,7 +30,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "hsa, tokens": hsa,
     "drt, tokens": lambda: drt(2, num_sinks=2),
 }
-_INTEGERS = (-1, 1, 2**31, -(2**63))
+_INTEGERS = (-1, 2**62, 2**63 - 1, -(2**63))
 
 
 def others(tensor: Tensor) -> Iterator[tuple[str, Tensor | None]]:

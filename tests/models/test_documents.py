@@ -228,8 +228,7 @@ def test_places_begin_anew_with_each_document() -> None:
 
 
 @EVERY_MODEL
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.sampled(3)  # each architecture
+@pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_another_document_changes_no_bit(name: str, train: bool) -> None:
     """Not even in training, where noise, jumps and gates are drawn by chunk."""
     model, both = build(name).train(train), packed(LENGTHS)
@@ -318,9 +317,10 @@ def test_what_bears_loss() -> None:
 # --- gradients for every parameter (DDP) ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("lengths", [(7, 5, 4), (1, 3, 2)])
 @pytest.mark.parametrize("name", ["drt", "hils", "hsa"])
-def test_where_nothing_is_retrieved_gradients_are_zeros(name: str) -> None:
-    model, both = build(name).train(), packed((7, 5, 4))
+def test_where_nothing_is_retrieved_gradients_are_zeros(name: str, lengths: tuple[int, ...]) -> None:
+    model, both = build(name).train(), packed(lengths)
     model(**both, labels=both["input_ids"], noise_seed=torch.tensor([3])).loss.backward()
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None, key

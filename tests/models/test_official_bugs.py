@@ -1,4 +1,4 @@
-"""Bugs of the published DRT code that must not come back and that no other test would find, named after the bug.
+"""Bugs of the published DRT code that must not come back, named after the bug; what other tests find is not repeated.
 
 They are listed in the notes of this project's reference report; the code is ant-research/long-context-modeling
 at aa7fa60. Kernels have tests of their own in tests/ops.

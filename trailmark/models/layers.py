@@ -525,25 +525,27 @@ class ChunkEncoderLayer(GradientCheckpointingLayer):
 
 
 def encode_chunks(
-    config: Any, layers: nn.ModuleList, norm: nn.Module, rows: Tensor, grid: Grid, keeps_tokens: bool
+    config: Any, layers: nn.ModuleList, norm: nn.Module, rows: Tensor, grid: Grid, keeps_kv: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Chunks through layers of class ChunkEncoderLayer: their tokens, and what sums each up as ``chunk_summary`` says.
 
-    Where nothing needs what the last layer makes of tokens, it runs on the landmarks alone.
-
     Args:
+        config: of a model with ``chunk_summary``. norm: after the layers.
         rows: [B, C, S + 1, E] of the chunks of ``grid``, the landmark last.
+        keeps_kv: whether keys and values are made of the tokens. If not, and a landmark sums its chunk up, the last
+            layer runs on the landmarks alone.
 
     Returns:
         [B, C, S, E], or [B, C, 0, E] where the landmarks were alone; [B, C, E]; how many tokens exist, [B, C].
     """
     B, C, R = rows.shape[:3]
     rotary = rotary_table(R, config.head_dim, config.rope, rows)
-    lengths, mask = grid.lengths_on(rows.device).expand(B, C), None
+    lengths = grid.lengths_on(rows.device).expand(B, C)
     absent = torch.arange(R - 1, device=rows.device) >= lengths[..., None]  # [B, C, S]
+    mask = None
     if grid.has_short_chunks:
         mask = torch.where(F.pad(absent, (0, 1)), -torch.inf, 0.0).to(rotary).reshape(B * C, 1, 1, R)
-    alone = not keeps_tokens and config.chunk_summary == "landmark"
+    alone = not keeps_kv and config.chunk_summary == "landmark"
     for number, layer in enumerate(layers, 1):
         rows = layer(rows, rotary, mask, slice(-1, None) if alone and number == len(layers) else slice(None))
     rows = norm(rows)

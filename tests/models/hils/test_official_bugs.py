@@ -1,4 +1,4 @@
-"""Bugs of the published HiLS code that must not come back and that no other test would find, named after the bug.
+"""Bugs of the published HiLS code that must not come back, named after the bug; what other tests find is not repeated.
 
 They are listed in the notes of this project's reference report; the code is Tencent-Hunyuan/HiLS-Attention at
 a483571. The sixth, that files are missing or broken, has no counterpart here.

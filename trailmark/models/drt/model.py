@@ -70,7 +70,8 @@ class ChunkEncoder(nn.Module):
     def forward(self, positions: Tensor, grid: Grid, keeps_kv: bool = True) -> MemoryEntries:
         """Lower hidden states, as ``grid.encoder_rows`` takes them, to the entries of the closed chunks.
 
-        ``keeps_kv``: whether the memory keeps keys and values; if not, they may be empty [B, C, 0, J, D].
+        ``keeps_kv``: whether the memory keeps keys and values; if not, and a landmark sums its chunk up, they are empty
+        [B, C, 0, J, D].
         """
         config = self.config
         rows = self.input_norm(grid.encoder_rows(positions)).unflatten(1, (-1, config.chunk_size + 1))
