@@ -92,12 +92,17 @@ WAYS = {
 }
 
 
-def fitted(begin: str, seed: int) -> Path:
-    return FOLDER / f"fitted-{WAYS[begin].fit}-{seed}"
+def fitted(begin: str, seed: int, folder: Path = FOLDER) -> Path:
+    return folder / f"fitted-{WAYS[begin].fit}-{seed}"
 
 
-def trained(begin: str, seed: int, folder: Path = FOLDER) -> Path:
-    return folder / f"learning-{begin}-{seed}"
+def trained(begin: str, seed: int, folder: Path = FOLDER, rate: float | None = None) -> Path:
+    """Where what was trained lies; ``rate``: another learning rate than its way's."""
+    return folder / at_rate(f"learning-{begin}-{seed}", rate, WAYS[begin].rate)
+
+
+def at_rate(name: str, rate: float | None, usual: float) -> str:
+    return name if rate in (None, usual) else f"{name}-at-{rate}"
 
 
 def run_config(folder: Path, seed: int, *settings: str) -> RunConfig:
@@ -113,22 +118,26 @@ def run_config(folder: Path, seed: int, *settings: str) -> RunConfig:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Each seed's runs: the fit, then the retriever, or all that the base lacks."""
-    teacher, way = converted(FOLDER, "sliding_window"), WAYS[options.begin]
     for seed in options.seeds:
-        fit = [
-            f"output={fitted(options.begin, seed)}", f"init_from={converted(FOLDER, 'drt', *FIELDS)}",
-            f"distil.model={teacher}", "distil.weight=0", f"distil.fit_steps={FIT_STEPS}",
-            f"distil.fit_retriever={way.fit}", "training.train=retriever", "training.steps=1",
-            "training.learning_rate=0",
-        ]  # fmt: skip
-        learn = [
-            f"output={trained(options.begin, seed)}", f"init_from={fitted(options.begin, seed)}",
-            f"training.train={way.train}", f"training.steps={options.steps}",
-            f"training.learning_rate={way.rate}", "training.warmup_steps=8", "training.save_steps=15",
-        ]  # fmt: skip
-        for run_of in (fit, [*learn, *options.set]):
-            train_run(run_config(FOLDER, seed, *run_of))
+        learn(options.begin, seed, f"training.steps={options.steps}", *options.set)
+
+
+def learn(begin: str, seed: int, *settings: str, folder: Path = FOLDER, rate: float | None = None) -> None:
+    """A seed's runs: the fit, then the retriever, or all that the base lacks; ``rate``: not its way's."""
+    teacher, way, begun = converted(folder, "sliding_window"), WAYS[begin], fitted(begin, seed, folder)
+    fit = (
+        f"output={begun}", f"init_from={converted(folder, 'drt', *FIELDS)}",
+        f"distil.model={teacher}", "distil.weight=0", f"distil.fit_steps={FIT_STEPS}",
+        f"distil.fit_retriever={way.fit}", "training.train=retriever", "training.steps=1",
+        "training.learning_rate=0",
+    )  # fmt: skip
+    learned = (
+        f"output={trained(begin, seed, folder, rate)}", f"init_from={begun}",
+        f"training.train={way.train}", f"training.steps={STEPS}", f"training.learning_rate={rate or way.rate}",
+        "training.warmup_steps=8", "training.save_steps=15", *settings,
+    )  # fmt: skip
+    for run_of in (fit, learned):
+        train_run(run_config(folder, seed, *run_of))
 
 
 # --- what was learned ----------------------------------------------------------------------------------------------

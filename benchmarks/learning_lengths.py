@@ -8,8 +8,8 @@ Writes benchmarks/learning_lengths.json. The same last tokens of a text are read
 it: by a DRT with the chunks that it chooses and with others in their place, by its base with a window alone, and by
 that base with as many parameters as the DRT (within 5%), in layers more that learned from as many tokens. A text is a
 stretch of one chapter or book, or of modules one after another, for few are so long. Of each model the seeds are
-measured that were trained. "rates": whether the layers learn more at another learning rate. Stopped, the same command
-goes on.
+measured that were trained. "rates": what the layers and the DRT whose additions learn give at other learning rates, on
+more texts, which are as long as those of the training. Stopped, the same command goes on.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -25,7 +26,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from common import keep, parameters
-from learning import FIT_STEPS, LENGTH, STEPS, WINDOW, run_config, trained
+from learning import FIT_STEPS, LENGTH, STEPS, WAYS, WINDOW, at_rate, learn, run_config, trained
 from pretrained_models import (
     STEP_TOKENS,
     UNSEEN,
@@ -56,12 +57,12 @@ OUTPUT = Path(__file__).with_suffix(".json")
 FACTORS = (1, 4, 16)  # of the training length
 COUNTED = LENGTH - UNSEEN  # last tokens of a text, the same at every length
 ADDED = (21, 26, 31)  # layers of the deeper model that its base has not: among those that read in the DRT
-RATE = 0.0005
-OTHER_RATES = (0.001,)
+RATES = (0.0005, 0.001, 0.002)
+"""Of the layers that are added. Only the part "rates" uses more than the first."""
 
 
-def deepened(folder: Path, seed: int, rate: float = RATE) -> Path:
-    return folder / (f"deepened-{seed}" if rate == RATE else f"deepened-{seed}-at-{rate}")
+def deepened(folder: Path, seed: int, rate: float | None = None) -> Path:
+    return folder / at_rate(f"deepened-{seed}", rate, RATES[0])
 
 
 # --- layers in place of a memory -----------------------------------------------------------------------------------
@@ -100,13 +101,13 @@ def deeper(folder: Path) -> Path:
 
 def deepen(options: argparse.Namespace) -> None:
     """Teach the layers that were added, on as many tokens as the DRT was fitted to and learned from."""
-    _deepen(options, options.seeds, RATE)
+    _deepen(options, options.seeds, RATES[:1])
 
 
-def _deepen(options: argparse.Namespace, seeds: Sequence[int], rate: float) -> None:
+def _deepen(options: argparse.Namespace, seeds: Sequence[int], rates: Sequence[float]) -> None:
     begin = deeper(options.folder)
     SlidingWindowForCausalLM.additions = tuple(f"layers.{number}.*" for number in ADDED)
-    for seed in seeds:
+    for seed, rate in product(seeds, rates):
         train_run(run_config(
             options.folder, seed, f"output={deepened(options.folder, seed, rate)}", f"init_from={begin}",
             "training.train=additions", f"training.steps={FIT_STEPS + STEPS}", f"training.learning_rate={rate}",
@@ -117,22 +118,22 @@ def _deepen(options: argparse.Namespace, seeds: Sequence[int], rate: float) -> N
 # --- the same tokens after more and more text ----------------------------------------------------------------------
 
 
-def _stretches(options: argparse.Namespace, tokenizer: Any) -> dict[str, list[Text]]:
-    """Held-out stretches of the greatest length that share nothing: of one chapter or book, and of modules in turn."""
-    longest, found = LENGTH * FACTORS[-1], {}
+def _stretches(tokenizer: Any, length: int, counts: Sequence[int]) -> dict[str, list[Text]]:
+    """Held-out stretches of a length that share nothing: of one chapter or book, and of modules in turn."""
+    found: dict[str, list[Text]] = {}
     texts = {
         "LaTeX": [(file.name, tokenize([read_text(file)], tokenizer)) for file in chapters()],
         "Python": [("modules", tokenize(standard_library_texts("haystack"), tokenizer))],
         "books": [(file.name, tokenize([read_text(file)], tokenizer)) for file in held_out_books()],
     }
-    for (kind, of_kind), count in zip(texts.items(), options.texts, strict=True):
+    for (kind, of_kind), count in zip(texts.items(), counts, strict=True):
         all_of = [
-            Text(f"{name} from {first}", ids[first : first + longest])
+            Text(f"{name} from {first}", ids[first : first + length])
             for name, ids in of_kind
-            for first in range(0, len(ids) - longest + 1, longest)
+            for first in range(0, len(ids) - length + 1, length)
         ]
         if not all_of:
-            raise SystemExit(f"{kind}: expected a held-out text of {longest:,} tokens, there is none.")
+            raise SystemExit(f"{kind}: expected a held-out text of {length:,} tokens, there is none.")
         spread = np.linspace(0, len(all_of) - 1, min(count, len(all_of))).round().astype(int)
         found[kind] = [all_of[number] for number in spread]
     return found
@@ -173,9 +174,10 @@ def _last(texts: Sequence[Text], rules: Sequence[str], model: Any, number: int) 
 class Compared(NamedTuple):
     """A model that is read, and who chooses in its place beside itself."""
 
-    folder: Callable[[Path, int], Path]
-    """By the folder of all and the seed."""
+    folder: Callable[..., Path]
+    """By the folder of all, the seed and, of a model with ``rates``, one of them."""
     rules: tuple[str, ...] = ()
+    rates: tuple[float, ...] = ()
 
     def trained(self, folder: Path, seeds: Sequence[int]) -> dict[Path, int]:
         """The models of those seeds that were trained, and their seeds; one, where no seed has a part in it."""
@@ -188,11 +190,15 @@ class Compared(NamedTuple):
         return found
 
 
+def _additions(folder: Path, seed: int, rate: float | None = None) -> Path:
+    return trained("additions", seed, folder, rate)
+
+
 COMPARED = {
     "window": Compared(lambda folder, seed: converted(folder, "sliding_window", *window_fields(WINDOW))),
-    "window and layers": Compared(deepened),
+    "window and layers": Compared(deepened, rates=RATES),
     "retriever": Compared(lambda folder, seed: trained("slowly", seed, folder), ("random", "BM25")),
-    "additions": Compared(lambda folder, seed: trained("additions", seed, folder), ("random",)),
+    "additions": Compared(_additions, ("random",), (WAYS["additions"].rate, 0.0005)),
 }
 FULL = "full attention"
 
@@ -200,10 +206,10 @@ FULL = "full attention"
 class Measured:
     """The losses of a text's last tokens, which are kept as they are found."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.base = converted(options.folder, "sliding_window")
-        self.losses = Losses(options.folder / "learning-lengths.json", Progress())
-        self.stretches = _stretches(options, load_tokenizer(str(self.base)))
+    def __init__(self, folder: Path, longest: int, counts: Sequence[int]) -> None:
+        self.base = converted(folder, "sliding_window")
+        self.losses = Losses(folder / "learning-lengths.json", Progress())
+        self.stretches = _stretches(load_tokenizer(str(self.base)), longest, counts)
 
     def of(self, kind: str, length: int, name: str, folder: Path, rules: tuple[str, ...] = ()) -> Any:
         """[texts, 1 + rules] nats of a token after ``length`` tokens of each text."""
@@ -214,7 +220,8 @@ class Measured:
 
 
 def measure(options: argparse.Namespace) -> None:
-    measured, rows, seeds = Measured(options), [], options.seeds
+    measured = Measured(options.folder, LENGTH * FACTORS[-1], options.texts)
+    rows, seeds = [], options.seeds
     there = {name: compared.trained(options.folder, seeds) for name, compared in COMPARED.items()}
     for name, own_seeds in there.items():
         said = f"{counted(len(own_seeds), 'model')} of seed {', '.join(map(str, own_seeds.values()))}"
@@ -248,22 +255,31 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def rates(options: argparse.Namespace) -> None:
-    """The layers at other learning rates beside the DRT, with the first seed, on texts of the training length."""
-    seed, rows = options.seeds[0], []
-    for rate in OTHER_RATES:
-        _deepen(options, [seed], rate)
-    measured, drt = Measured(options), COMPARED["additions"]
-    for kind in measured.stretches:
-        memory = measured.of(kind, LENGTH, "additions", drt.folder(options.folder, seed), drt.rules)[:, 0]
-        layers = {
-            rate: measured.of(kind, LENGTH, "window and layers", deepened(options.folder, seed, rate))[:, 0]
-            for rate in (RATE, *OTHER_RATES)
-        }
-        for rate, own in layers.items():
-            row = {"kind": kind, "length": LENGTH, "rate": rate, "texts": len(own), "nats": float(own.mean())}
-            row |= interval("additions below", own - memory)
-            rows.append(row if rate == RATE else row | interval("below the rate chosen", layers[RATE] - own))
-    keep(options.output, "rates", {"seed": seed, "rows": rows})
+    """The layers and the DRT at their learning rates, with the first seed, on texts of the training length."""
+    seed, rows, layers = options.seeds[0], [], "window and layers"
+    searched = {name: compared for name, compared in COMPARED.items() if compared.rates}
+    for of in searched.values():
+        of.trained(options.folder, [seed])  # before hours of training: those of the first rates are there
+    _deepen(options, [seed], RATES[1:])
+    for rate in searched["additions"].rates[1:]:
+        learn("additions", seed, *options.set, folder=options.folder, rate=rate)
+    measured = Measured(options.folder, LENGTH, options.short_texts)
+
+    def nats(kind: str, name: str, rate: float) -> Any:
+        folder = searched[name].folder(options.folder, seed, rate)
+        return measured.of(kind, LENGTH, f"{name} at {rate}", folder)[:, 0]
+
+    for kind, (name, of) in product(measured.stretches, searched.items()):
+        for rate in of.rates:
+            own = nats(kind, name, rate)
+            row = {"kind": kind, "case": name, "rate": rate, "texts": len(own), "nats": float(own.mean())}
+            if rate != of.rates[0]:
+                row |= interval("below its first rate", nats(kind, name, of.rates[0]) - own)
+            if name != layers:
+                for other in RATES:
+                    row |= interval(f"below {layers} at {other:.0e}", nats(kind, layers, other) - own)
+            rows.append(row)
+    keep(options.output, "rates", {"seed": seed, "length": LENGTH, "rows": rows})
 
 
 def _row(kind: str, length: int, case: str, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,6 +306,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=(0,))
     parser.add_argument(
         "--texts", type=int, nargs=3, default=(6, 5, 4), help="stretches of LaTeX, of Python and of books"
+    )
+    parser.add_argument(
+        "--short-texts",
+        type=int,
+        nargs=3,
+        default=(24, 12, 6),
+        help="the same of the training length, in the part rates",
     )
     parser.add_argument("--set", nargs="*", default=[], help="keys of the training, as key=value")
     options = parser.parse_args()
