@@ -255,8 +255,8 @@ def gpu_summary() -> str:
     if tests["passed"] is not True:
         failed = tests["tail"].count(" failed (")
         text += (
-            f" Of their tests those that ran in {tests['seconds']:.0f} s passed but for {failed}, after which that "
-            "kernel has changed."
+            f" Of their tests those that ran in {tests['seconds']:.0f} s passed but for {failed}; its kernel was "
+            "changed for that, and has not run on a GPU again."
         )
     for row in found.get("demo", []):
         text += (
@@ -432,7 +432,7 @@ def serving_text() -> str:
         f"while texts were appended every memory was whole and held all {kills['acknowledged']} texts that were "
         f"acknowledged. Of {hostile['requests']} drawn requests that mean harm {hostile['failed']} got a 5xx, "
         f"{hostile['leaks']} were told of a path or of another client's text, and the server {after}. "
-        "`python benchmarks/serving.py` measures it again."
+        "`python benchmarks/serving.py first together many kills hostile` measures it again."
     )
 
 
