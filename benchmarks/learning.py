@@ -173,7 +173,7 @@ def measure(options: argparse.Namespace) -> None:
         "step_tokens": runs[options.seeds[0]].training.tokens_per_step, "fit_step_tokens": STEP_TOKENS,
         "steps": {seed: run.training.steps for seed, run in runs.items()},
         "fit_steps": {seed: run.distil.fit_steps for seed, run in fits.items()},
-        "weights": {seed: _weights(trained(options.begin, seed)) for seed in runs},
+        "weights": {seed: weights_of(trained(options.begin, seed)) for seed in runs},
     }  # fmt: skip
     keep(options.output, f"losses, {options.begin}", found | {"rows": rows})
     by_kind = {kind: {seed: own[seed][kind] for seed in options.seeds} for kind in texts}
@@ -188,7 +188,7 @@ def _of_seed(begin: str, seed: int, texts: Sequence[Text], progress: Progress) -
     losses = Losses(FOLDER / f"learning-losses-{begin}-{seed}.json", progress)
 
     def of(chunks: str, model: Path, rule: str | None = None) -> Totals:
-        name = f"{chunks}, weights {_weights(model)[:12]}"  # kept for these and no others
+        name = f"{chunks}, weights {weights_of(model)[:12]}"  # kept for these and no others
         return totals(losses.of(name, partial(opened, model), texts, partial(_told, texts, rule)))
 
     found = {"learned": of("learned", folder), "before": of("before", fitted(begin, seed))}
@@ -196,7 +196,8 @@ def _of_seed(begin: str, seed: int, texts: Sequence[Text], progress: Progress) -
 
 
 @cache
-def _weights(folder: Path) -> str:
+def weights_of(folder: Path) -> str:
+    """The SHA-256 of a model's weights."""
     return sha256_of(folder / "model.safetensors")
 
 

@@ -26,7 +26,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from common import keep, parameters
-from learning import FIT_STEPS, LENGTH, STEPS, WAYS, WINDOW, at_rate, learn, run_config, trained
+from learning import FIT_STEPS, LENGTH, STEPS, WAYS, WINDOW, at_rate, learn, run_config, trained, weights_of
 from pretrained_models import (
     STEP_TOKENS,
     UNSEEN,
@@ -45,7 +45,6 @@ from training_text import train as train_run
 
 from trailmark.data.corpus import load_tokenizer, read_text, standard_library_texts, tokenize
 from trailmark.evaluation.retrieval.run import Integers, choices_of, row_of
-from trailmark.files import sha256_of
 from trailmark.machine import start_again_set_up
 from trailmark.models import SlidingWindowForCausalLM
 from trailmark.models.drt.chunks import MemoryChunks
@@ -214,7 +213,7 @@ class Measured:
     def of(self, kind: str, length: int, name: str, folder: Path, rules: tuple[str, ...] = ()) -> Any:
         """[texts, 1 + rules] nats of a token after ``length`` tokens of each text."""
         texts = [text._replace(ids=text.ids[-length:]) for text in self.stretches[kind]]
-        known = f"{name}, {sha256_of(folder / 'model.safetensors')[:12]}, {', '.join(rules)}"
+        known = f"{name}, {weights_of(folder)[:12]}, {', '.join(rules)}"
         own = self.losses.of(known, partial(opened, folder), texts, partial(_last, texts, rules))
         return np.array(own).mean(-1)
 
@@ -264,20 +263,21 @@ def rates(options: argparse.Namespace) -> None:
     for rate in searched["additions"].rates[1:]:
         learn("additions", seed, *options.set, folder=options.folder, rate=rate)
     measured = Measured(options.folder, LENGTH, options.short_texts)
-
-    def nats(kind: str, name: str, rate: float) -> Any:
-        folder = searched[name].folder(options.folder, seed, rate)
-        return measured.of(kind, LENGTH, f"{name} at {rate}", folder)[:, 0]
-
-    for kind, (name, of) in product(measured.stretches, searched.items()):
-        for rate in of.rates:
-            own = nats(kind, name, rate)
+    for kind in measured.stretches:
+        nats = {  # of each text
+            (name, rate): measured.of(
+                kind, LENGTH, f"{name} at {rate}", of.folder(options.folder, seed, rate)
+            )[:, 0]
+            for name, of in searched.items()
+            for rate in of.rates
+        }
+        for (name, rate), own in nats.items():
             row = {"kind": kind, "case": name, "rate": rate, "texts": len(own), "nats": float(own.mean())}
-            if rate != of.rates[0]:
-                row |= interval("below its first rate", nats(kind, name, of.rates[0]) - own)
+            if rate != (first := searched[name].rates[0]):
+                row |= interval("below its first rate", nats[name, first] - own)
             if name != layers:
                 for other in RATES:
-                    row |= interval(f"below {layers} at {other:.0e}", nats(kind, layers, other) - own)
+                    row |= interval(f"below {layers} at {other:.0e}", nats[layers, other] - own)
             rows.append(row)
     keep(options.output, "rates", {"seed": seed, "length": LENGTH, "rows": rows})
 

@@ -347,7 +347,7 @@ def assert_same(ours: Tensor, exact: Tensor) -> None:
 # --- the equations, position by position -------------------------------------------------------------------
 
 
-class _Naive:
+class Naive:
     """Dense masks, loops over chunks; nothing shared with the ops, the layers' forward or the grid."""
 
     def __init__(self, config: TrailmarkConfig) -> None:
@@ -476,7 +476,7 @@ class _Naive:
         return scores * q.shape[-1] ** -0.5 + bias
 
 
-class NaiveWindow(_Naive):
+class NaiveWindow(Naive):
     """One text [T] through the window model."""
 
     @torch.no_grad()
@@ -488,7 +488,7 @@ class NaiveWindow(_Naive):
         self.logits = model.lm_head(self.norm(model.norm, x) * self.config.logit_scale)  # [T, V]
 
 
-class NaiveDRT(_Naive):
+class NaiveDRT(Naive):
     """One text [T] through a DRT.
 
     ``lengths`` are the tokens of each chunk; the last chunk has a landmark if it is full or ``close``.

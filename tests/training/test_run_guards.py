@@ -261,12 +261,15 @@ def put_canaries(folder: Path, target: Path) -> None:
 
 
 def test_the_canary_sings(tmp_path: Path) -> None:
-    put_canaries(tmp_path, tmp_path / "song")
-    torch.load(tmp_path / "optimizer.pt", weights_only=False)
-    assert (tmp_path / "song").read_text() == "executed"
-    (tmp_path / "song").unlink()
-    pickle.loads((tmp_path / "optimizer.bin").read_bytes())
-    assert (tmp_path / "song").read_text() == "executed"
+    song = tmp_path / "song"
+    put_canaries(tmp_path, song)
+    for number, name in enumerate(PICKLES):
+        if number % 2:
+            pickle.loads((tmp_path / name).read_bytes())
+        else:
+            torch.load(tmp_path / name, weights_only=False)
+        assert song.read_text() == "executed", name
+        song.unlink()
 
 
 def test_nothing_beside_a_checkpoint_is_unpickled(tmp_path: Path) -> None:

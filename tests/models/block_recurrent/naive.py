@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.models.tiny import _Naive
+from tests.models.tiny import Naive
 from trailmark.models import BlockRecurrentForCausalLM
 
 
-class NaiveBlockRecurrent(_Naive):
+class NaiveBlockRecurrent(Naive):
     """One text [T]: ``logits`` [T, V], and ``states`` [M, E] of each block, S_0 first."""
 
     @torch.no_grad()
     def __init__(self, model: BlockRecurrentForCausalLM, ids: Tensor) -> None:
         super().__init__(model.config)
-        self.weights = model.recurrent_layer.states
+        self.recurrent = model.recurrent_layer.states
         x = model.embed_tokens(ids)
         for layer in (*model.lower_layers, model.recurrent_layer, *model.upper_layers):
             x = self.window_layer(layer, x)
@@ -45,7 +45,7 @@ class NaiveBlockRecurrent(_Naive):
     def recur(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """What tokens read in the states of their block, [T, E]; full blocks write the next states."""
         S, rows = self.config.block_size, []
-        self.states = [self.weights.initial.weight]
+        self.states = [self.recurrent.initial.weight]
         for first in range(0, len(q), S):
             block = slice(first, first + S)
             rows.append(self.attend(q[block], *self.of_states(self.states[-1]).unbind(1), torch.zeros(1)))
@@ -54,15 +54,15 @@ class NaiveBlockRecurrent(_Naive):
         return torch.cat(rows)
 
     def normal(self, states: Tensor) -> Tensor:
-        return self.norm(self.weights.norm, states) + self.weights.places.weight
+        return self.norm(self.recurrent.norm, states) + self.recurrent.places.weight
 
     def of_states(self, states: Tensor) -> Tensor:
         """Their keys and values [M, 2, J, D]."""
-        return self.weights.kv_proj(self.normal(states)).unflatten(-1, (2, -1, self.config.head_dim))
+        return self.recurrent.kv_proj(self.normal(states)).unflatten(-1, (2, -1, self.config.head_dim))
 
     def written(self, k: Tensor, v: Tensor) -> Tensor:
         """The states [M, E] after a block of keys and values [S, J, D]."""
-        states, own = self.states[-1], self.weights
+        states, own = self.states[-1], self.recurrent
         both = own.q_proj(self.normal(states)).unflatten(-1, (2, -1, self.config.head_dim))
         to_states, to_tokens = both.unbind(1)
         of_states = self.attend(to_states, *self.of_states(states).unbind(1), torch.zeros(1))

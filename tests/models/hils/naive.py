@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.models.tiny import _Naive
+from tests.models.tiny import Naive
 from trailmark.models import HiLSForCausalLM
 
 
-class NaiveHiLS(_Naive):
+class NaiveHiLS(Naive):
     """One text [T]; early landmarks after the tokens marked. Of the first ``read`` tokens none chooses.
 
     ``focus``: of the chunks up to the last of these, no others are chosen.

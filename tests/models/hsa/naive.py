@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.models.tiny import _Naive, chunk_lengths
+from tests.models.tiny import Naive, chunk_lengths
 from trailmark.models import HSAForCausalLM
 
 
-class NaiveHSA(_Naive):
+class NaiveHSA(Naive):
     """One text [T]; its chunks end early after the tokens marked."""
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.models.tiny import _Naive
+from tests.models.tiny import Naive
 from trailmark.models import LandmarkConfig, LandmarkForCausalLM
 
 Array = np.ndarray[Any, Any]
@@ -46,7 +46,7 @@ def spots_of(
     return spots
 
 
-class _NaiveModel(_Naive):
+class _NaiveModel(Naive):
     spots: list[Spot]
 
     def run(self, model: Any, ids: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.models.tiny import _Naive
+from tests.models.tiny import Naive
 from trailmark.models import RPTForCausalLM
 
 Rows = tuple[Tensor, Tensor]  # of a neighbour [n, E], and their places [n]
 
 
-class NaiveRPT(_Naive):
+class NaiveRPT(Naive):
     """One text [T]: ``logits`` [T, V]; of each closed chunk ``retrieval``, and the ``scores`` of its candidates.
 
     Args:
