@@ -15,17 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from tests.models.tiny import (
-    EACH_MODEL,
-    NaiveDRT,
-    assert_same,
-    drt,
-    landmark,
-    logits_of,
-    padded,
-    tokens,
-    window_model,
-)
+from tests.models.naive import NaiveDRT
+from tests.models.tiny import EACH_MODEL, assert_same, drt, landmark, logits_of, padded, tokens, window_model
 from trailmark.models import DRTForCausalLM, SlidingWindowForCausalLM, TrailmarkForCausalLM, causal_lm
 from trailmark.models.loss import BearingTokens, shift_labels, text_loss
 

@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.models.block_recurrent.naive import NaiveBlockRecurrent
+from tests.models.naive import NaiveDRT, NaiveWindow
 from tests.models.tiny import (
     EXACT,
     LLAMA3,
     YARN,
-    NaiveDRT,
-    NaiveWindow,
     assert_same,
     block_recurrent,
     chunk_lengths,

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.budgets import assert_low_precision_within_budget, values_and_gradients
-from tests.models.tiny import NaiveWindow, assert_same, logits_of, tokens, window_config, window_model
+from tests.models.naive import NaiveWindow
+from tests.models.tiny import assert_same, logits_of, tokens, window_config, window_model
 from trailmark.models.layers import (
     MLP,
     ChunkEncoderLayer,

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.models.tiny import NaiveDRT, assert_same, drt, logits_of, split, tokens
+from tests.models.naive import NaiveDRT
+from tests.models.tiny import assert_same, drt, logits_of, split, tokens
 from trailmark.models import causal_lm, grid
 
 S = 4

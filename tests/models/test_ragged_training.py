@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.models.naive import NaiveDRT
 from tests.models.tiny import (
-    NaiveDRT,
     assert_same,
     block_recurrent,
     chunk_lengths,

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.landmark.naive import NaiveReading
 from tests.models.landmark.test_reading import FEW, MODELS, joined
+from tests.models.naive import NaiveDRT
 from tests.models.rpt.naive import NaiveRPT
 from tests.models.rpt.test_model import RPTS, WHOLE
 from tests.models.test_exactness import DRTS, Step, Story, Told, stories
 from tests.models.tiny import (
     DRT_VARIANTS,
-    NaiveDRT,
     TokenCounter,
     assert_same,
     block_recurrent,

@@ -20,19 +20,9 @@ from tests.data.neighbours.encoders import save_bert
 from tests.models.hils.naive import NaiveHiLS
 from tests.models.hsa.naive import NaiveHSA
 from tests.models.landmark.naive import NaiveReading
+from tests.models.naive import NaiveDRT
 from tests.models.rpt.naive import NaiveRPT
-from tests.models.tiny import (
-    EXACT,
-    NaiveDRT,
-    block_recurrent,
-    drt,
-    hils,
-    hsa,
-    landmark,
-    rpt,
-    split,
-    window_model,
-)
+from tests.models.tiny import EXACT, block_recurrent, drt, hils, hsa, landmark, rpt, split, window_model
 from tests.trace.whole import totals
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.evaluation.reading import Reader

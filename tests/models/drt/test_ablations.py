@@ -13,19 +13,9 @@ from torch import Tensor
 
 from tests.models.drt.test_model import in_calls, selected
 from tests.models.drt.test_training import SEEDS, trained
+from tests.models.naive import NaiveDRT
 from tests.models.test_documents import assert_each_as_alone
-from tests.models.tiny import (
-    EXACT,
-    NaiveDRT,
-    assert_same,
-    drt,
-    drt_config,
-    logits_of,
-    pad,
-    place,
-    split,
-    tokens,
-)
+from tests.models.tiny import EXACT, assert_same, drt, drt_config, logits_of, pad, place, split, tokens
 from tests.ops.selection.test_random_selection import floyd
 from trailmark.memory import ChunkCache, MemoryEntries
 from trailmark.models import DRTForCausalLM

@@ -12,16 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.budgets import assert_within_budget
-from tests.models.tiny import (
-    DRT_VARIANTS,
-    EXACT,
-    NaiveDRT,
-    assert_same,
-    drt,
-    logits_of,
-    split,
-    tokens,
-)
+from tests.models.naive import NaiveDRT
+from tests.models.tiny import DRT_VARIANTS, EXACT, assert_same, drt, logits_of, split, tokens
 from trailmark.memory import ChunkCache
 from trailmark.models import TrailmarkForCausalLM, causal_lm, layers
 from trailmark.models.drt import model as drt_model

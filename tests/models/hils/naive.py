@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.models.tiny import Naive
+from tests.models.naive import Naive
 from trailmark.models import HiLSForCausalLM
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.models.tiny import Naive, chunk_lengths
+from tests.models.naive import Naive
+from tests.models.tiny import chunk_lengths
 from trailmark.models import HSAForCausalLM
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.models.tiny import Naive
+from tests.models.naive import Naive
 from trailmark.models import LandmarkConfig, LandmarkForCausalLM
 
 Array = np.ndarray[Any, Any]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.models.tiny import Naive
+from tests.models.naive import Naive
 from trailmark.models import RPTForCausalLM
 
 Rows = tuple[Tensor, Tensor]  # of a neighbour [n, E], and their places [n]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.tiny import PRETRAINED, NaiveWindow, assert_same, logits_of, split, tokens, window_model
+from tests.models.naive import NaiveWindow
+from tests.models.tiny import PRETRAINED, assert_same, logits_of, split, tokens, window_model
 
 VARIANTS: list[dict[str, Any]] = [
     {},
