@@ -36,7 +36,7 @@ def models_text() -> str:
         for name, m in found["models"].items()
     )
     texts.append(f"Trained, each with one thread beside other work: {trained}.")
-    return on_machine("\n\n".join(texts), found["environment"])
+    return on_machine("\n\n".join(texts), *found["environment"].values())
 
 
 def _needles(found: Row) -> str:
@@ -48,6 +48,7 @@ def _needles(found: Row) -> str:
         return min(alike, key=lambda r: r["needles"], default=None)
 
     columns: Columns = {
+        "seed": lambda r: r["model"].rpartition("seed ")[2] if "seed" in r["model"] else "0",
         "tokens": "{length:,}",
         "x train": lambda r: f"{r['length'] // 1024}x",
         "positions": "{memory_position}",

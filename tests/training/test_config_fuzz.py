@@ -41,7 +41,7 @@ from trailmark.training.config import (
 from trailmark.training.run import Run
 
 TASKS = ("text", "needles", "niah", "summarization")
-NEEDLE_CHUNK = 20  # a chunk of the needle task holds a needle and an answer
+NEEDLE_CHUNK = 24  # a chunk of the needle task holds a needle and an answer, a packed one its question too
 TEXT_LENGTH = 180  # of tasks that must find room for needles or a summary
 
 
@@ -251,7 +251,10 @@ def configs(draw: st.DrawFn) -> RunConfig:
     elif task == "needles":
         data |= {"chunk_size": NEEDLE_CHUNK, "first_level": draw(st.integers(0, 4))}
         data |= some(
-            draw, filler_weight=st.sampled_from([0.0, 0.1]), first_digit_weight=st.sampled_from([0.0, 3.0])
+            draw,
+            filler_weight=st.sampled_from([0.0, 0.1]),
+            first_digit_weight=st.sampled_from([0.0, 3.0]),
+            packed=st.booleans(),
         )
     elif task == "niah":
         data |= draw(

@@ -20,7 +20,7 @@ from tests.disks import snapshot
 from tests.training.tiny import CHUNK_SIZE, TEXT, run_config, without_seconds
 from trailmark.data.batches import Windows
 from trailmark.data.corpus import load_tokenizer, tokenize
-from trailmark.data.needles.curriculum_texts import CURRICULUM, Level
+from trailmark.data.needles.curriculum_texts import CURRICULUM, PACKED, Level
 from trailmark.data.shards import Corpus
 from trailmark.files import read_json
 from trailmark.training import checkpoints
@@ -605,6 +605,12 @@ def test_the_configuration_says_when_a_level_is_passed() -> None:
     assert Run(config, text=TEXT).curriculum.threshold == 0.9
     config.data.level_accuracy = 0.2
     assert Run(config, text=TEXT).curriculum.threshold == 0.2
+
+
+def test_packed_texts_stand_before_the_level_to_begin_with() -> None:
+    config = run_config(Path("unused"), "needles")
+    config.data.packed, config.data.first_level = True, 3
+    assert Run(config, text=TEXT).curriculum.levels == (*PACKED, *CURRICULUM[3:])
 
 
 def test_no_level_is_passed_below_the_threshold() -> None:

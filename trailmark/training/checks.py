@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trailmark.data.needles.curriculum_texts import CURRICULUM
+from trailmark.data.needles.curriculum_texts import CURRICULUM, PACKED, PACKED_LENGTH
 from trailmark.data.needles.mixed import most_questions
 from trailmark.models import MODELS, TrailmarkConfig, architectures_with, short_name
 from trailmark.models.context_parallel import expect_shareable, least_stretch
@@ -263,6 +263,12 @@ def _check_lengths(config: RunConfig, model: TrailmarkConfig) -> None:
             raise ValueError(
                 "model.landmark_phase: expected 'fixed' with data.task needles, got 'random': the task says where "
                 "chunks begin."
+            )
+        least = max(-(-level.packed * PACKED_LENGTH // level.chunks) for level in PACKED)
+        if data.packed and data.chunk_size < least:
+            raise ValueError(
+                f"data.packed: expected data.chunk_size of at least {least}, so that packed needles have room, got "
+                f"{data.chunk_size}."
             )
         most = model.longest_training_text()
         if most is not None and last * data.chunk_size > most:

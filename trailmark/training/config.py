@@ -110,6 +110,11 @@ class DataConfig:
         least=0,
         below=1,
     )
+    packed: bool = setting(
+        False,
+        "needles: the curriculum begins with texts of needles side by side and a question about each, where a model "
+        "that compares keys token by token learns to.",
+    )
     hops: int = setting(
         1,
         "niah: needles from the question to the last part of its answer; 1: the passkey.",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trailmark.data.needles.curriculum_texts import CURRICULUM
+from trailmark.data.needles.curriculum_texts import CURRICULUM, PACKED
 from trailmark.models import TrailmarkConfig, TrailmarkForCausalLM
 from trailmark.ops import ChunkSelection
 from trailmark.processes import (
@@ -64,7 +64,8 @@ class RunningState:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.output = Path(config.output)
-        self.curriculum = Curriculum(CURRICULUM[config.data.first_level :], config.data.level_accuracy)
+        levels = (PACKED if config.data.packed else ()) + CURRICULUM[config.data.first_level :]
+        self.curriculum = Curriculum(levels, config.data.level_accuracy)
         self.guard = Guard(config.training.skip_nonfinite, self.output)
         self.retrieval = RetrievalStatistics()
         self.history: list[dict[str, float]] = []

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.data.counts import assert_equally_likely
 from trailmark.data.corpus import load_tokenizer, tokenize
-from trailmark.data.needles.curriculum_texts import CURRICULUM, Level, NeedleBatch, NeedleTexts
+from trailmark.data.needles.curriculum_texts import CURRICULUM, PACKED, Level, NeedleBatch, NeedleTexts
 from trailmark.data.needles.formats import ANSWER_LENGTH, IGNORED, NEEDLE_LENGTH, QUESTION_LENGTH, Marks
 
 BYTES = load_tokenizer()
@@ -253,7 +253,35 @@ def test_blank_levels_hold_nothing_else() -> None:
     assert all(set(text_of(row)) & set("loremipsum") for row in with_text.input_ids)
 
 
+@pytest.mark.parametrize("level", PACKED)
+def test_packed_texts_ask_once_about_each_of_the_needles_that_stand_side_by_side(level: Level) -> None:
+    batch = needle_texts(filler_weight=0.25, first_digit_weight=2.0, chunk_size=26).batch(0, 50, level)
+    begins, orders = set(), set()
+    for row, weights, firsts in zip(batch.input_ids, batch.loss_weights, batch.first_digits, strict=True):
+        text = text_of(row)
+        begins.add(len(text) - len(text.lstrip()))
+        found = re.fullmatch(r" *((?:\$[A-Z]{4}=\d{5};)+)((?:~[A-Z]{4}=\d{5};)+) *", text)
+        assert found
+        needles, asked = (re.findall(r"([A-Z]{4})=(\d{5})", part) for part in found.groups())
+        assert len(needles) == level.packed
+        assert sorted(needles) == sorted(asked)
+        orders.add(tuple(map(needles.index, asked)))
+        digits = [
+            n for at in re.finditer(r"(?<=~[A-Z]{4}=)\d", text) for n in range(at.start(), at.start() + 5)
+        ]
+        assert firsts.nonzero().flatten().tolist() == digits[::5]
+        expected = torch.full((len(text),), 0.25)
+        expected[digits] = 1.0
+        expected[firsts], expected[0] = 2.0, 0.0
+        assert torch.equal(weights, expected)
+    assert len(begins) > 5
+    assert len(orders) > 10
+
+
 def test_too_small_a_chunk() -> None:
+    NeedleTexts(FORMAT, FILLER, S).batch(0, 20, PACKED[0])
+    with pytest.raises(ValueError, match=r"^level: expected 96 tokens for 4 packed needles, got 92"):
+        NeedleTexts(FORMAT, FILLER, S - 1).batch(0, 20, PACKED[0])
     NeedleTexts(FORMAT, FILLER, 19).batch(0, 20, CURRICULUM[0])
     with pytest.raises(ValueError, match=r"^chunk_size: expected at least 19 .*got 18"):
         NeedleTexts(FORMAT, FILLER, 18)

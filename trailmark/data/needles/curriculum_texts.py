@@ -10,6 +10,10 @@ An early question closes its chunk at any phase p = 1 .. S: after p tokens of it
 Chains of two needles, ``$AAAA=BBBB;`` and ``$BBBB=ddddd;``, are asked for as one, ``~AAAA``. With one landmark between
 question and answer that is all. With two, a chunk of the cue ``=`` alone stands between: what its landmark asks for
 can depend on what the first one found. An answer is predicted from its cue, which therefore opens its chunk again.
+
+Packed texts have neither chunks nor landmarks of their own: some needles side by side, then a question about each. Who
+compares keys token by token (Landmark Attention) learns it there, where a fifth of the tokens is answers, and keeps it
+among the chunks of the other levels, from which alone it is hardly learned.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ class Level:
     hops: float | None = None  # P(a question asks along a chain of two needles); None: there are no chains
     letters: int = 4  # of a chain's second key: 1 "AAAA", 2 "AABB", 4 any
     spell: float = 0.0  # P(a question of one hop asks for a chain's second key)
+    packed: int = 0  # that many needles side by side, then a question about each; 0: needles lie in chunks
 
 
 # Measured for the laptop demo (benchmarks/README.md): keys are told apart on blank texts full of needles; then
@@ -59,6 +64,9 @@ CURRICULUM = (
     Level(32, 0.5, 0.8, 0.25, 0.4, 0.5, 0.5, early=0.5),
     Level(32, 0.05, 0.75, 0.25, 0.5, 0.5, 0.5, early=0.5),
 )
+# Before these, if asked for. With 16 needles from the start nothing was learned, after these they are at once.
+PACKED_LENGTH = NEEDLE_LENGTH + QUESTION_LENGTH + ANSWER_LENGTH  # tokens of a needle, its question and answer
+PACKED = Level(4, 1.0, 1.0, 0.0, packed=4), Level(8, 1.0, 1.0, 0.0, packed=8)
 
 
 @dataclass
@@ -110,6 +118,8 @@ class NeedleTexts:
     def batch(self, first: int, count: int, level: Level) -> NeedleBatch:
         """Make samples first .. first + count - 1."""
         make = self._text if level.hops is None else self._chained_text
+        if level.packed:
+            make = self._packed_text
         rows = [make(np.random.default_rng([self.seed, n]), level) for n in range(first, first + count)]
         ids, present, close, weights, starts, needles = (np.stack(part) for part in zip(*rows, strict=True))
         labels = np.where(weights > 0, ids, IGNORED)
@@ -193,6 +203,27 @@ class NeedleTexts:
         said[asking + 1, 1 : 1 + VALUE_LENGTH] = True
         starts[asking + 1, 1] = True
         return self._assembled(rows, lengths, said, starts, needles)
+
+    def _packed_text(self, rng: np.random.Generator, level: Level) -> tuple[Any, ...]:
+        N, S, form, count = level.chunks, self.chunk_size, self.format, level.packed
+        keys = form.letters[random_keys(rng, count, level.near)]
+        digits = form.digits[random_values(rng, count)]
+        order = rng.permutation(count)
+        needles = form.needles(keys, digits)
+        asked = np.concatenate((form.questions(keys[order]), form.answers(digits[order])), axis=1)
+        room = N * S - count * PACKED_LENGTH
+        if room < 0:
+            raise ValueError(
+                f"level: expected {N * S - room} tokens for {count} packed needles, got {N * S}."
+            )
+        first = rng.integers(room + 1)  # so that chunks begin anywhere in it
+        rows = np.full((N, S), form.blank, np.int32)
+        said, starts = (np.zeros((N, S), bool) for _ in range(2))
+        write(rows.reshape(1, -1), 0, first, np.concatenate((needles, asked), axis=None)[None])
+        answers = first + needles.size + asked.shape[1] * np.arange(count) + QUESTION_LENGTH + 1
+        said.reshape(-1)[answers[:, None] + np.arange(VALUE_LENGTH)] = True
+        starts.reshape(-1)[answers] = True
+        return self._assembled(rows, np.full(N, S), said, starts, np.full(N, -1))
 
     def _assembled(self, rows: Tokens, lengths: Any, said: Any, starts: Any, needles: Any) -> tuple[Any, ...]:
         """Join the first ``lengths`` [N] tokens of rows [N, S] to a text, with what is asked of it.
