@@ -46,6 +46,7 @@ class Row:
 
 _WINDOW = ("needle-window", "data.first_level=0")
 _DRT = ("needle-drt", "model.num_hidden_layers=3", "model.num_lower_layers=1", "model.num_retrieved_chunks=4")
+_LANDMARK = ("needle-landmark", "data.packed=false")
 _RPT = (
     *_WINDOW, "model.architecture=rpt", "model.num_lower_layers=1", "model.num_encoder_layers=1", "model.chunk_size=32",
     "model.num_retrieved_chunks=4", "model.retriever=encoder",
@@ -84,10 +85,10 @@ ROWS = {
     "RPT, MiniLM": Row(("laptop-rpt", _MINILM), (*_RPT, _MINILM)),
     "Landmark": Row(
         ("laptop-landmark",),
-        ("needle-landmark",),
+        _LANDMARK,
         Paper(1.5, 13.40, 13.21, 97.88, 0.0),
     ),
-    "Landmark, twice the steps": Row(None, ("needle-landmark",), needle_steps=2),
+    "Landmark, twice the steps": Row(None, _LANDMARK, needle_steps=2),
     "Block-Recurrent": Row(
         ("laptop-block-recurrent",),
         (*_WINDOW, "model.architecture=block_recurrent", "model.sliding_window=48",

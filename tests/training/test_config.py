@@ -200,6 +200,7 @@ MISTAKES = {
     "data.chunk_size=0": r"^data\.chunk_size: expected 1 to [0-9]+, got 0",
     "training.adam_beta1=1": r"^training\.adam_beta1: expected 0 to below 1, got 1\.0",
     "data.task=needles & data.packed=true & data.chunk_size=20": r"^data\.packed: expected data\.chunk_size .* 24.*20",
+    "data.packed=true": r"^data\.packed: expected false with data\.task text, got true",
     "data.first_level=99": r"^data\.first_level: expected 0 to \d+, got 99",
     "data.task=niah & data.separate_documents=true": r"^data\.separate_documents: expected false with data\.task niah",
     "data.answer_weight=8": r"^data\.answer_weight: expected 1 with data\.task \w+ and data\.needle_share 0\.0, got 8",

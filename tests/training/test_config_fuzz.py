@@ -41,7 +41,8 @@ from trailmark.training.config import (
 from trailmark.training.run import Run
 
 TASKS = ("text", "needles", "niah", "summarization")
-NEEDLE_CHUNK = 24  # a chunk of the needle task holds a needle and an answer, a packed one its question too
+NEEDLE_CHUNK = 20  # a chunk of the needle task holds a needle and an answer
+PACKED_CHUNK = 24  # a needle, its question and its answer
 TEXT_LENGTH = 180  # of tasks that must find room for needles or a summary
 
 
@@ -90,7 +91,9 @@ def models(draw: st.DrawFn, task: str, context: int) -> dict[str, Any]:
         vocab_size=st.sampled_from([259, 300]),
     )
     # a question's landmark must fall where the task says
-    chunk_size = NEEDLE_CHUNK if task == "needles" else draw(st.integers(2, 24))
+    chunk_size = draw(
+        st.sampled_from([NEEDLE_CHUNK, PACKED_CHUNK]) if task == "needles" else st.integers(2, 24)
+    )
     if architecture == "drt":
         lower = draw(st.integers(0, layers - 1))
         fields |= {
@@ -153,7 +156,7 @@ def models(draw: st.DrawFn, task: str, context: int) -> dict[str, Any]:
     elif architecture == "landmark":
         retrieved, local = draw(st.integers(1, 3)), draw(st.integers(1, 2 * chunk_size))
         needed = (retrieved + 1) * (chunk_size + 1) + 2 * local + 2 * chunk_size + 2
-        longest = 32 * (NEEDLE_CHUNK + 1) if task == "needles" else context * 2 + chunk_size + 1
+        longest = 32 * (chunk_size + 1) if task == "needles" else context * 2 + chunk_size + 1
         fields |= {
             "chunk_size": chunk_size,
             "num_retrieved_chunks": retrieved,
@@ -249,12 +252,13 @@ def configs(draw: st.DrawFn) -> RunConfig:
         if model["architecture"] != "landmark":
             data["early_landmarks"] = draw(st.sampled_from([0.0, 0.1, 1.0]))
     elif task == "needles":
-        data |= {"chunk_size": NEEDLE_CHUNK, "first_level": draw(st.integers(0, 4))}
+        chunk_size = model.get("chunk_size", NEEDLE_CHUNK)
+        data |= {"chunk_size": chunk_size, "first_level": draw(st.integers(0, 4))}
+        data |= some(draw, packed=st.booleans() if chunk_size >= PACKED_CHUNK else st.just(False))
         data |= some(
             draw,
             filler_weight=st.sampled_from([0.0, 0.1]),
             first_digit_weight=st.sampled_from([0.0, 3.0]),
-            packed=st.booleans(),
         )
     elif task == "niah":
         data |= draw(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trailmark.data.needles.curriculum_texts import CURRICULUM, PACKED, PACKED_LENGTH
+from trailmark.data.needles.curriculum_texts import CURRICULUM, PACKED
 from trailmark.data.needles.mixed import most_questions
 from trailmark.models import MODELS, TrailmarkConfig, architectures_with, short_name
 from trailmark.models.context_parallel import expect_shareable, least_stretch
@@ -238,6 +238,8 @@ def _check_data(config: RunConfig) -> None:
             f"data.answer_weight: expected 1 with data.task {data.task} and data.needle_share {data.needle_share}, got "
             f"{data.answer_weight}: there are no such answers. Set data.needle_share for text, or leave it out."
         )
+    if data.packed and data.task != "needles":
+        raise ValueError(f"data.packed: expected false with data.task {data.task}, got true. Leave it out.")
     if data.task == "summarization" and data.paths is None:
         raise ValueError(
             "data.paths: expected files of pairs (document, summary) with data.task summarization, got none. "
@@ -264,7 +266,7 @@ def _check_lengths(config: RunConfig, model: TrailmarkConfig) -> None:
                 "model.landmark_phase: expected 'fixed' with data.task needles, got 'random': the task says where "
                 "chunks begin."
             )
-        least = max(-(-level.packed * PACKED_LENGTH // level.chunks) for level in PACKED)
+        least = max(level.least_chunk for level in PACKED)
         if data.packed and data.chunk_size < least:
             raise ValueError(
                 f"data.packed: expected data.chunk_size of at least {least}, so that packed needles have room, got "

@@ -112,8 +112,9 @@ class DataConfig:
     )
     packed: bool = setting(
         False,
-        "needles: the curriculum begins with texts of needles side by side and a question about each, where a model "
-        "that compares keys token by token learns to.",
+        "needles: the curriculum begins with texts of needles side by side and as many questions, before "
+        "first_level. There Landmark Attention learns to compare keys; a model that sees too few tokens never leaves "
+        "them.",
     )
     hops: int = setting(
         1,

@@ -11,9 +11,8 @@ Chains of two needles, ``$AAAA=BBBB;`` and ``$BBBB=ddddd;``, are asked for as on
 question and answer that is all. With two, a chunk of the cue ``=`` alone stands between: what its landmark asks for
 can depend on what the first one found. An answer is predicted from its cue, which therefore opens its chunk again.
 
-Packed texts have neither chunks nor landmarks of their own: some needles side by side, then a question about each. Who
-compares keys token by token (Landmark Attention) learns it there, where a fifth of the tokens is answers, and keeps it
-among the chunks of the other levels, from which alone it is hardly learned.
+Packed texts heed no chunk: needles stand side by side, then as many questions. A model that compares keys token by
+token (Landmark Attention) can learn to there, and goes on with the chunks of the other levels (docs/landmark.md).
 """
 
 from __future__ import annotations
@@ -36,6 +35,9 @@ from trailmark.data.needles.formats import (
     Marks,
 )
 
+# tokens of a needle, its question and its answer
+PACKED_LENGTH = NEEDLE_LENGTH + QUESTION_LENGTH + ANSWER_LENGTH
+
 
 @dataclass(frozen=True)
 class Level:
@@ -52,7 +54,12 @@ class Level:
     hops: float | None = None  # P(a question asks along a chain of two needles); None: there are no chains
     letters: int = 4  # of a chain's second key: 1 "AAAA", 2 "AABB", 4 any
     spell: float = 0.0  # P(a question of one hop asks for a chain's second key)
-    packed: int = 0  # that many needles side by side, then a question about each; 0: needles lie in chunks
+    packed: int = 0  # needles side by side, then as many questions: but for ``chunks`` all else is left aside
+
+    @property
+    def least_chunk(self) -> int:
+        """Tokens that a chunk has at least, so that packed needles have room."""
+        return -(-self.packed * PACKED_LENGTH // self.chunks)
 
 
 # Measured for the laptop demo (benchmarks/README.md): keys are told apart on blank texts full of needles; then
@@ -64,8 +71,7 @@ CURRICULUM = (
     Level(32, 0.5, 0.8, 0.25, 0.4, 0.5, 0.5, early=0.5),
     Level(32, 0.05, 0.75, 0.25, 0.5, 0.5, 0.5, early=0.5),
 )
-# Before these, if asked for. With 16 needles from the start nothing was learned, after these they are at once.
-PACKED_LENGTH = NEEDLE_LENGTH + QUESTION_LENGTH + ANSWER_LENGTH  # tokens of a needle, its question and answer
+# Before these, if asked for. Few first: sixteen from the start taught a small transformer nothing (seen once, by hand).
 PACKED = Level(4, 1.0, 1.0, 0.0, packed=4), Level(8, 1.0, 1.0, 0.0, packed=8)
 
 
@@ -118,8 +124,7 @@ class NeedleTexts:
     def batch(self, first: int, count: int, level: Level) -> NeedleBatch:
         """Make samples first .. first + count - 1."""
         make = self._text if level.hops is None else self._chained_text
-        if level.packed:
-            make = self._packed_text
+        make = self._packed_text if level.packed else make
         rows = [make(np.random.default_rng([self.seed, n]), level) for n in range(first, first + count)]
         ids, present, close, weights, starts, needles = (np.stack(part) for part in zip(*rows, strict=True))
         labels = np.where(weights > 0, ids, IGNORED)
@@ -206,17 +211,16 @@ class NeedleTexts:
 
     def _packed_text(self, rng: np.random.Generator, level: Level) -> tuple[Any, ...]:
         N, S, form, count = level.chunks, self.chunk_size, self.format, level.packed
-        keys = form.letters[random_keys(rng, count, level.near)]
-        digits = form.digits[random_values(rng, count)]
-        order = rng.permutation(count)
-        needles = form.needles(keys, digits)
-        asked = np.concatenate((form.questions(keys[order]), form.answers(digits[order])), axis=1)
-        room = N * S - count * PACKED_LENGTH
-        if room < 0:
+        if level.least_chunk > S:
             raise ValueError(
-                f"level: expected {N * S - room} tokens for {count} packed needles, got {N * S}."
+                f"level: expected chunks of at least {level.least_chunk} tokens for {count} packed needles, got {S}."
             )
-        first = rng.integers(room + 1)  # so that chunks begin anywhere in it
+        keys = form.letters[random_keys(rng, count, 0.0)]
+        digits = form.digits[random_values(rng, count)]
+        which = rng.integers(count, size=count)  # each once could be told by leaving out what was asked
+        needles = form.needles(keys, digits)
+        asked = np.concatenate((form.questions(keys[which]), form.answers(digits[which])), axis=1)
+        first = rng.integers(N * S - count * PACKED_LENGTH + 1)  # so that chunks end anywhere in it
         rows = np.full((N, S), form.blank, np.int32)
         said, starts = (np.zeros((N, S), bool) for _ in range(2))
         write(rows.reshape(1, -1), 0, first, np.concatenate((needles, asked), axis=None)[None])
