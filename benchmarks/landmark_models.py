@@ -3,11 +3,11 @@
     TRAILMARK_DATA=... python benchmarks/landmark_models.py             every part that the JSON file lacks
     TRAILMARK_DATA=... python benchmarks/landmark_models.py --only gate one part
 
-Parts: "needles" (configs/needle-landmark.yaml, next to the demo's DRT), "modes" (a text model: perplexity by what
-selects for itself, chunks touched), "gate" (the same with a retrieval gate, App. D of arXiv 2305.16300) and
-"jumps" (the same with position jumps, App. E). The text is TRAILMARK_DATA/books: trained on train/, asked about
-valid/ and test/. A training takes ten to twenty minutes on one core and goes on where it was stopped; numbers are
-kept in benchmarks/landmark_models.json as they come.
+Parts: "needles" (configs/needle-landmark.yaml with three seeds, next to the demo's DRT), "modes" (a text model:
+perplexity by what selects for itself, chunks touched), "gate" (the same with a retrieval gate, App. D of arXiv
+2305.16300) and "jumps" (the same with position jumps, App. E). The text is TRAILMARK_DATA/books: trained on train/,
+asked about valid/ and test/. Each of six trainings takes ten to twenty minutes on one core and goes on where it was
+stopped; numbers are kept in benchmarks/landmark_models.json as they come.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 # times the training texts, needles hidden at once and questions: one needle alone takes a reading for each
 ASKED = ((1, 1, 40), (1, 8, 80), (4, 1, 40), (4, 8, 80), (16, 8, 80), (64, 8, 80), (16, 1, 40), (64, 1, 20))
-ASKED_OF_OTHER_SEEDS = ((1, 8, 80), (16, 8, 80))  # with stingy positions
+ASKED_OF_OTHERS = ((1, 8, 80), (16, 8, 80))  # other seeds, with stingy positions
 SPAN, BOOKS = 4096, 8  # tokens of each of so many held-out books, from _SPAN_START on
 _SPAN_START = 100_000
 # "head" and "cell" in the paper's way take the maximum over the whole cell that was fed, tokens after it included
@@ -136,7 +136,7 @@ class Benchmark:
             }
             for name in MODELS
             if name.startswith("needles")
-            for factor, needles, questions in (ASKED if name == "needles" else ASKED_OF_OTHER_SEEDS)
+            for factor, needles, questions in (ASKED if name == "needles" else ASKED_OF_OTHERS)
             for position in (("stingy", "true") if name == "needles" else ("stingy",))
         ]
         for case in self.missing("needles", cases):

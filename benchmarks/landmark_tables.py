@@ -32,7 +32,7 @@ def models_text() -> str:
     found = record("landmark_models")
     texts = [make(found) for name, make in _PARTS.items() if found.get(name)]
     trained = "; ".join(
-        f"{name} {m['last']['step']:,} steps of {m['tokens_per_step']:,} tokens in {m['seconds'] / 60:.0f} minutes"
+        f"{name}: {m['last']['step']:,} steps of {m['tokens_per_step']:,} tokens in {m['seconds'] / 60:.0f} minutes"
         for name, m in found["models"].items()
     )
     texts.append(f"Trained, each with one thread beside other work: {trained}.")
@@ -48,7 +48,7 @@ def _needles(found: Row) -> str:
         return min(alike, key=lambda r: r["needles"], default=None)
 
     columns: Columns = {
-        "seed": lambda r: r["model"].rpartition("seed ")[2] if "seed" in r["model"] else "0",
+        "model": lambda r: r["model"].removeprefix("needles, ") if "," in r["model"] else "seed 0",
         "tokens": "{length:,}",
         "x train": lambda r: f"{r['length'] // 1024}x",
         "positions": "{memory_position}",

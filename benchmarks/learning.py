@@ -1,6 +1,6 @@
 """Does a retriever learn from real text, from the language-modelling loss alone, among layers that can read?
 
-    TRAILMARK_DATA=... python benchmarks/learning.py [train measure scores diagnose keys] [--begin nothing]
+    TRAILMARK_DATA=... python benchmarks/learning.py [train measure scores names diagnose keys] [--begin nothing]
         [--seeds 0 1 2]
 
 Writes benchmarks/learning.json. SmolLM2-135M is converted to a DRT, and its memory is fitted to the base's own layers:
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from case_study.references import Reference
 from common import keep
 from pretrained_models import (
     FOLDER,
@@ -42,7 +43,7 @@ from pretrained_models import (
     subject,
     totals,
 )  # fmt: skip
-from pretrained_references import bm25_scores, chapter, hits, share
+from pretrained_references import Chapter, bm25_scores, candidates_of, chapter, hits, share
 from pretrained_train import corpus
 from torch import Tensor, nn
 from training_text import train as train_run
@@ -58,6 +59,7 @@ from trailmark.files import sha256_of, write_text
 from trailmark.machine import start_again_set_up
 from trailmark.models.candidates import TextCandidates
 from trailmark.models.layers import rms_normalize
+from trailmark.models.with_retrieved import without_retrieval
 from trailmark.ops.score_parts import without_recency
 from trailmark.report.console import Progress
 from trailmark.training.config import RunConfig, load_run_config
@@ -66,6 +68,7 @@ from trailmark.training.next_chunk import NextChunk
 OUTPUT = Path(__file__).with_suffix(".json")
 WINDOW, LENGTH, FIT_STEPS, STEPS = 256, 4096, 48, 60
 SCORED = 32768  # tokens of a chapter at most, where nothing but scores is computed
+NAMED_LENGTH = 16384  # and where names are predicted
 SWEEPS = 200
 CANDIDATES = ((0, SCORED), (0, 130), (131, 520), (521, SCORED))  # as in docs/case-study.md
 # with noise: a chunk that scores a little lower is read too, so that the loss says something of it
@@ -381,6 +384,74 @@ def _seeds(own: Mapping[str, float]) -> dict[str, float]:
     return means | above
 
 
+# --- what a label's chunk is worth to its name ---------------------------------------------------------------------
+
+CITED = "the label's", "another", "none"  # chunk with the name that is read
+
+
+def names(options: argparse.Namespace) -> None:
+    """What it is worth to the tokens of a label's name, where it is cited, that a chunk with this name is read.
+
+    Beside the model's own choice stand the same weights without retrieval, and its choice but for these chunks, of all
+    names of a text at once.
+    """
+    progress, of_texts = Progress(), list[list[Totals]]()
+    tokenizer = load_tokenizer(str(converted(FOLDER, "sliding_window")))
+    models = {seed: opened(trained(options.begin, seed)) for seed in options.seeds}
+    config = next(iter(models.values())).config
+    for file in chapters():
+        begun = chapter(read_text(file), tokenizer, NAMED_LENGTH, config.chunk_size, whole=True)
+        of_texts.append([])
+        for seed, model in models.items():
+            progress.show(f"{file.name}, seed {seed}")
+            of_texts[-1].append(_names(model, begun))
+    counted, rows = np.array(of_texts).sum(1), []  # [texts, CITED, sums]
+    for cited, (found, tokens, own, off, other) in zip(CITED, counted.transpose(1, 2, 0), strict=True):
+        if not tokens.any():
+            continue
+        read = other - own if cited != CITED[-1] else own - other
+        rows.append(
+            {"read": cited, "names": int(found.sum()), "texts": int((found > 0).sum())}
+            | {"nats": float(own.sum() / tokens.sum())}
+            | interval("retrieval", off - own, tokens)
+            | interval("name", read, tokens)
+        )
+    keep(options.output, f"names, {options.begin}", {
+        "length": NAMED_LENGTH, "seeds": list(models), "rows": rows,
+        "weights": {seed: weights_of(trained(options.begin, seed)) for seed in models},
+    })  # fmt: skip
+    progress.say(f"Measured, in {options.output}")
+
+
+@torch.no_grad()
+def _names(model: Any, begun: Chapter) -> Totals:
+    """[CITED, 5]: names, their tokens, the nats of these by own choice, without retrieval, and by the other choice.
+
+    The other one reads no chunk with the name, or the label's if none was read. Names that the window still shows are
+    left out, tokens that the chunk before predicts, and all but the first of the names in a chunk.
+    """
+    ids, K = begun.ids.astype(np.int64), model.config.num_retrieved_chunks
+    scores = _scores({"own": model}, begun.ids)["own"]
+    limits = np.isfinite(scores).sum(1)
+    chosen, others, cited = best_chunks(scores, limits, K), scores.copy(), dict[int, tuple[int, Reference]]()
+    for one, known in candidates_of(begun.layout, limits):
+        asking, there = one.chunk - 1, np.isin(one.mentions, chosen[one.chunk - 1])
+        if asking in cited or one.mentions[-1] >= known or known - len(one.mentions) < K:
+            continue
+        kind = 0 if one.label_chunk in chosen[asking] else 1 if there.any() else 2
+        others[asking, list(one.mentions) if kind < 2 else one.label_chunk] = -np.inf if kind < 2 else np.inf
+        cited[asking] = kind, one
+    other = best_chunks(others, limits, K)
+    nats = [losses_of(model, ids), losses_of(without_retrieval(model), ids), losses_of(model, ids, other)]
+    found = np.zeros((len(CITED), 5))
+    for kind, one in cited.values():
+        # a token is predicted at the one before it
+        first, stop = max(one.tokens[0], int(begun.layout.chunk_tokens[one.chunk]) + 1), one.tokens[1]
+        if first < stop:
+            found[kind] += [1, stop - first, *(own[first - 1 : stop - 1].sum() for own in nats)]
+    return found
+
+
 # --- what a chunk is searched by ---------------------------------------------------------------------------------
 
 
@@ -450,7 +521,9 @@ def diagnose(options: argparse.Namespace) -> None:
     progress.say(f"Measured, in {options.output}")
 
 
-PARTS = {"train": train, "measure": measure, "scores": scores, "diagnose": diagnose, "keys": keys}
+PARTS = {
+    "train": train, "measure": measure, "scores": scores, "names": names, "diagnose": diagnose, "keys": keys
+}  # fmt: skip
 
 
 def main() -> None:

@@ -152,6 +152,32 @@ def _candidates(row: Row) -> str:
     return f"{row['least']} to {row['most']}" if row["least"] else f"up to {row['most']}"
 
 
+def names_text() -> str:
+    """What it is worth to a label's name that its chunk is read."""
+    columns: Columns = {
+        "begins": "{begin}",
+        "seeds": "{seeds}",
+        "chunk with the name that is read": "{read}",
+        "names": "{names:,}",
+        "chapters": "{texts}",
+        "nats": "{nats:.3f}",
+        "less than without retrieval": between("retrieval"),
+        "less with such a chunk than with none": between("name"),
+    }
+    rows = [
+        row | {"begin": _BEGINS[begin], "seeds": ", ".join(map(str, known["results"]["seeds"]))}
+        for begin, known in _known("names")
+        for row in known["results"]["rows"]
+    ]
+    found = [known for _, known in _known("names")]
+    return on_machine(
+        "Tokens of the names in references of the held-out chapters (their first "
+        f"{found[0]['results']['length']:,} tokens at most) whose label's chunk may be chosen, with 95% "
+        f"intervals over chapters.\n\n{table(columns, rows)}",
+        *(known["environment"] for known in found),
+    )
+
+
 def scores_text() -> str:
     """What scores are made of."""
     columns: Columns = {
@@ -319,8 +345,8 @@ def summary_text() -> str:
         f"give back {_more(of['LaTeX', 'before'])} more of what a window loses to full attention than its choice "
         f"before did, and {_more(of['LaTeX', 'random'])} more than random chunks, as shares with 95% intervals "
         f"({len(found['weights'])} seeds); on Python it gives back {_more(of['Python', 'random'])} more than random "
-        f"chunks, but {_more(of['Python', 'before'])} more than before.{_beside_layers()} A small model trained from "
-        "nothing on text hardly learns it ([docs/learning-to-retrieve.md](docs/learning-to-retrieve.md))."
+        f"chunks, but {_more(of['Python', 'before'])} more than before.{_beside_layers()}{_names()} A small model "
+        "trained from nothing on text hardly learns it ([docs/learning-to-retrieve.md](docs/learning-to-retrieve.md))."
     )
 
 
@@ -347,4 +373,16 @@ def _beside_layers() -> str:
         f"with as many parameters in layers of its base that learned from as many tokens, and {by_length[longest]} "
         f"after {longest:,} tokens in place of {shortest:,} ({counted(len(seeds), 'seed')}), at rates set by "
         f"hand. At each side's best rate of those tried, picked on these texts, it is {least} less (one seed)."
+    )
+
+
+def _names() -> str:
+    """What the README says of labels' names."""
+    found = record("learning")["names, additions"]["results"]
+    read = next(row for row in found["rows"] if row["read"] == "the label's")
+    names = sum(row["names"] for row in found["rows"])
+    return (
+        " Where a DRT whose additions all learned reads the chunk of a label that a chapter cites, a token of the name "
+        f"costs {between('name').format(**read)} nats less than with other chunks in place of those that hold it "
+        f"({read['names']} of {names} names, {counted(len(found['seeds']), 'seed')})."
     )

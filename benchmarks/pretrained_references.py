@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from case_study.baselines import best_rank, chance
-from case_study.references import Layout, references
+from case_study.references import Layout, Reference, references
 
 from trailmark.data.corpus import Tokens
 from trailmark.data.neighbours.bm25 import Bm25, fit_bm25
@@ -60,10 +60,8 @@ def hits(
         scores: [asking chunk, past chunk] by rule; of "attention, reading" the first is the chunk that reads.
         candidates: [C] of each asking chunk; they come first.
     """
-    for found in references(chapter.layout):
-        if not found.chunk or not max(chosen, found.label_chunk) < (
-            known := int(candidates[found.chunk - 1])
-        ):
+    for found, known in candidates_of(chapter.layout, candidates):
+        if known <= chosen:
             continue
         own = {"random": chance(known, 1, chosen)}
         for rule, of_rule in scores.items():
@@ -73,6 +71,13 @@ def hits(
             assert rank is not None
             own[rule] = float(rank < chosen)
         yield known, own
+
+
+def candidates_of(layout: Layout, candidates: Integers) -> Iterator[tuple[Reference, int]]:
+    """The references whose label's chunk may be selected by the chunk before, and how many candidates that has."""
+    for found in references(layout):
+        if found.chunk and found.label_chunk < (known := int(candidates[found.chunk - 1])):
+            yield found, known
 
 
 def bm25_scores(bm25: Bm25, ids: Tokens, S: int) -> Floats:

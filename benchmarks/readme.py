@@ -490,6 +490,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "losses": learning_tables.losses_text,
         "longer": learning_tables.longer_text,
         "labels": learning_tables.labels_text,
+        "names": learning_tables.names_text,
         "scores": learning_tables.scores_text,
         "keys": learning_tables.keys_text,
         "lengths": learning_tables.lengths_text,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,7 @@ from trailmark.ops import score_chunks
 
 learning = benchmark_scripts.modules("learning")
 lengths = benchmark_scripts.modules("learning_lengths")
+references = benchmark_scripts.modules("case_study.references")
 SIZES = {"num_retrieval_groups": 1, "retrieval_recency": 1.0, "exclude_visible_chunks": True}
 
 
@@ -50,6 +52,55 @@ def test_scores_that_are_the_same_for_all_stay_as_they_are(learning: ModuleType)
         best_chunks(x.numpy(), limits.numpy(), model.config.num_retrieved_chunks) for x in (scores, popular)
     ]
     np.testing.assert_array_equal(*choices)
+
+
+def test_what_a_name_is_worth_is_told_by_a_choice_that_differs_where_names_are_cited(
+    learning: ModuleType, references: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, generator = drt(**SIZES | {"num_retrieved_chunks": 16}), torch.Generator().manual_seed(0)
+    torch.nn.init.normal_(model.retrievers[0].q_proj.weight, generator=generator)
+    S = model.config.chunk_size
+    names = [f"n{number}x" for number in range(12)]
+    cited = "".join(f"{'.' * (number % 5)}\\ref{{{name}}}" for number, name in enumerate(names))
+    text = "".join(f"{'.' * number}\\label{{{name}}}" for number, name in enumerate(names)) + 2 * (
+        "." * 40 + cited
+    )
+    ids = np.array([ord(c) % model.config.vocab_size for c in text])
+    layout = references.Layout(text, np.arange(len(ids)), np.array([*range(0, len(ids), S), len(ids)]))
+    begun = learning.Chapter(layout, ids)
+    asked, nats = [], [np.random.default_rng(n).random(len(ids) - 1) for n in range(3)]
+
+    def losses(of: object, tokens: object, chosen: object = None) -> object:
+        asked.append((of, chosen))
+        return nats[len(asked) - 1]
+
+    monkeypatch.setattr(learning, "losses_of", losses)
+    found = learning._names(model, begun)
+    (own, _), (off, _), (too, other) = asked
+    assert own is too is model
+    assert off.config.num_retrieved_chunks == 0
+
+    with torch.no_grad():
+        chosen = model(torch.from_numpy(ids)[None], output_retrieval=True).retrieval[0].indices[0].numpy()
+    limits = np.isfinite(learning._scores({"": model}, ids)[""]).sum(1)
+    expected, changed = np.zeros((3, 5)), set()
+    places = [(found[1], found.start(1)) for found in re.finditer(r"\{(\w+)\}", text)]
+    for place, (name, first) in enumerate(places[len(names) :], len(names)):
+        label, *again = [at // S for other_name, at in places[:place] if other_name == name]
+        chunk, mentions = first // S, {label, *again}
+        if chunk in changed or max(mentions) >= limits[chunk - 1]:
+            continue
+        changed.add(chunk)
+        read, told = set(chosen[chunk - 1]), set(other[chunk - 1])
+        kind = 0 if label in read else 1 if mentions & read else 2
+        assert mentions & told == ({label} if kind == 2 else set())
+        assert told - read <= {label} or kind < 2
+        tokens = [n for n in range(first, first + len(name)) if n // S == chunk and n % S]
+        expected[kind] += [bool(tokens), len(tokens), *(sum(x[n - 1] for n in tokens) for x in nats)]
+    same = [c for c in range(len(other)) if c + 1 not in changed]
+    np.testing.assert_array_equal(other[same], chosen[same])
+    np.testing.assert_allclose(found, expected)
+    assert (found[:, 0] > 0).all()
 
 
 def test_chunks_are_told_in_a_memory_as_in_a_whole_text(

@@ -112,9 +112,8 @@ class DataConfig:
     )
     packed: bool = setting(
         False,
-        "needles: the curriculum begins with texts of needles side by side and as many questions, before "
-        "first_level. There Landmark Attention learns to compare keys; a model that sees too few tokens never leaves "
-        "them.",
+        "needles: two levels stand before first_level, texts of needles side by side and as many questions, for "
+        "models that compare keys token by token (docs/landmark.md); one that sees too few tokens never leaves them.",
     )
     hops: int = setting(
         1,
