@@ -123,6 +123,15 @@ class Naive:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         return self.weigh(self.scores_of(q, k, bias), v)
 
+    def encoded(self, encoder: Any, x: Tensor, place: Tensor) -> Tensor:
+        """A chunk's rows through the layers of a chunk encoder, each row looking at all."""
+        for layer in encoder.layers:
+            q, k, v = self.heads(layer.attention, self.norm(layer.attention_norm, x))
+            attended = self.attend(self.rotate(q, place), self.rotate(k, place), v, torch.zeros(1))
+            x = x + layer.attention.o_proj(attended)
+            x = x + self.mlp(layer.mlp, self.norm(layer.mlp_norm, x))
+        return self.norm(encoder.output_norm, x)
+
     def weigh(self, scores: Tensor, v: Tensor) -> Tensor:
         """[T, H * D]"""
         v = v.repeat_interleave(len(scores) // v.shape[1], dim=1)
@@ -269,13 +278,7 @@ class NaiveDRT(Naive):
         c, encoder = self.config, model.encoder
         place = torch.arange(len(rows))
         place[-1] = c.chunk_size  # an early landmark too
-        x = self.norm(encoder.input_norm, rows)
-        for layer in encoder.layers:
-            q, k, v = self.heads(layer.attention, self.norm(layer.attention_norm, x))
-            attended = self.attend(self.rotate(q, place), self.rotate(k, place), v, torch.zeros(1))
-            x = x + layer.attention.o_proj(attended)
-            x = x + self.mlp(layer.mlp, self.norm(layer.mlp_norm, x))
-        x = self.norm(encoder.output_norm, x)
+        x = self.encoded(encoder, self.norm(encoder.input_norm, rows), place)
         k, v = encoder.kv_proj(x[:-1]).unflatten(-1, (2, -1, c.num_key_value_heads, c.head_dim)).unbind(1)
         summary = x[-1] if c.chunk_summary == "landmark" else x[:-1].mean(0)
         return k, v, self.vector(encoder.landmark_proj(summary))  # k, v [n, sets, J, D]

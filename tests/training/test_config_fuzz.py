@@ -256,9 +256,7 @@ def configs(draw: st.DrawFn) -> RunConfig:
         data |= {"chunk_size": chunk_size, "first_level": draw(st.integers(0, 4))}
         data |= some(draw, packed=st.booleans() if chunk_size >= PACKED_CHUNK else st.just(False))
         data |= some(
-            draw,
-            filler_weight=st.sampled_from([0.0, 0.1]),
-            first_digit_weight=st.sampled_from([0.0, 3.0]),
+            draw, filler_weight=st.sampled_from([0.0, 0.1]), first_digit_weight=st.sampled_from([0.0, 3.0])
         )
     elif task == "niah":
         data |= draw(

@@ -43,13 +43,7 @@ class NaiveHSA(Naive):
         """States [n, E] of a chunk -> keys and values [n, J, D], and the landmark vector of each head that chooses."""
         c, encoder = self.config, model.encoder
         place = torch.tensor([*range(len(rows)), c.chunk_size])
-        x = torch.cat([rows, encoder.landmark[None]])
-        for layer in encoder.layers:
-            q, k, v = self.heads(layer.attention, self.norm(layer.attention_norm, x))
-            attended = self.attend(self.rotate(q, place), self.rotate(k, place), v, torch.zeros(1))
-            x = x + layer.attention.o_proj(attended)
-            x = x + self.mlp(layer.mlp, self.norm(layer.mlp_norm, x))
-        x = self.norm(encoder.output_norm, x)
+        x = self.encoded(encoder, torch.cat([rows, encoder.landmark[None]]), place)
         k, v = encoder.kv_proj(x[:-1]).unflatten(-1, (2, c.num_memory_heads, c.head_dim)).unbind(1)
         summary = x[-1] if c.chunk_summary == "landmark" else x[:-1].mean(0)
         return self.normal(encoder.k_norm, k), v, self.side(encoder.landmark_proj(summary))

@@ -123,8 +123,8 @@ class NeedleTexts:
 
     def batch(self, first: int, count: int, level: Level) -> NeedleBatch:
         """Make samples first .. first + count - 1."""
-        make = self._text if level.hops is None else self._chained_text
-        make = self._packed_text if level.packed else make
+        plain = self._text if level.hops is None else self._chained_text
+        make = self._packed_text if level.packed else plain
         rows = [make(np.random.default_rng([self.seed, n]), level) for n in range(first, first + count)]
         ids, present, close, weights, starts, needles = (np.stack(part) for part in zip(*rows, strict=True))
         labels = np.where(weights > 0, ids, IGNORED)
