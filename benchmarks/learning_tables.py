@@ -9,7 +9,6 @@ from pretrained_references import RULES
 from tables import Columns, Row, between, on_machine, record, table
 
 from trailmark.evaluation.retrieval.suite import CASES
-from trailmark.report.console import counted
 
 _BEGINS = {
     "nothing": "as converted",
@@ -335,54 +334,62 @@ def _less(case: Row) -> str:
 
 
 def summary_text() -> str:
-    """What the README says of it: of the first beginning of which all was measured."""
-    scores = dict(_known("scores"))
-    known = next(known for begin, known in _known("losses") if begin in scores)
-    found = known["results"]
-    of = {(row["kind"], row["chunks"]): row for row in found["rows"] if row["seed"] is None}
+    """What the README says of it."""
+    columns: Columns = {
+        "held-out text": "{what}",
+        **{kind: f"{{{kind}}}" for kind in ("LaTeX", "Python", "books")},
+        "seeds": "{seeds}",
+    }
     return (
-        "- **Real text**: in SmolLM2-135M, its memory fitted first, the loss alone teaches a retriever on LaTeX to "
-        f"give back {_more(of['LaTeX', 'before'])} more of what a window loses to full attention than its choice "
-        f"before did, and {_more(of['LaTeX', 'random'])} more than random chunks, as shares with 95% intervals "
-        f"({len(found['weights'])} seeds); on Python it gives back {_more(of['Python', 'random'])} more than random "
-        f"chunks, but {_more(of['Python', 'before'])} more than before.{_beside_layers()}{_names()} A small model "
-        "trained from nothing on text hardly learns it ([docs/learning-to-retrieve.md](docs/learning-to-retrieve.md))."
+        "**Real text**: in SmolLM2-135M, its memory fitted to its own layers first, the language-modelling loss alone "
+        "teaches which chunks to read. Whether a memory gives more than layers in its place is open, and a small model "
+        "trained from nothing on text hardly learns to retrieve. With 95% intervals over texts "
+        "([docs/learning-to-retrieve.md](docs/learning-to-retrieve.md)):\n\n"
+        f"{table(columns, [*_of_choices(), *_beside_layers(), _of_names()])}"
     )
 
 
-def _beside_layers() -> str:
-    """What the README says of a memory in place of layers."""
+def _of_choices() -> Iterator[Row]:
+    """What a retriever learned, beside random chunks and its choice before: of the first way that has scores too."""
+    scores = dict(_known("scores"))
+    found = next(known for begin, known in _known("losses") if begin in scores)["results"]
+    for chunks, than in (("random", "random chunks"), ("before", "its choice before")):
+        together = [row for row in found["rows"] if row["seed"] is None and row["chunks"] == chunks]
+        what = f"the retriever learns: share of what a window loses that comes back, above {than}"
+        yield {"what": what, "seeds": len(found["weights"])} | {row["kind"]: _more(row) for row in together}
+
+
+def _beside_layers() -> Iterator[Row]:
+    """A memory beside as many parameters in layers, at the length of the training."""
     known = record("learning_lengths")
-    found = known["lengths"]["results"]
-    by_length = {
-        row["length"]: between("below window and layers").format(**row)
-        for row in found["rows"]
-        if (row["kind"], row["case"]) == ("LaTeX", "additions") and "length" in row
-    }
-    shortest, longest = min(by_length), max(by_length)
+    found, searched = known["lengths"]["results"], known["rates"]["results"]
+    by_hand = [row for row in found["rows"] if row["case"] == "additions" and "length" in row]
+    shortest = min(row["length"] for row in by_hand)
     seeds = {*found["models"]["additions"]["seeds"]} & {*found["models"]["window and layers"]["seeds"]}
-    searched = known["rates"]["results"]
+    what = "all that a DRT adds learns: nats a token below its base with as many parameters in layers"
+    yield {"what": f"{what}, at rates set by hand", "seeds": len(seeds)} | {
+        row["kind"]: between("below window and layers").format(**row)
+        for row in by_hand
+        if row["length"] == shortest
+    }
     best = {(row["kind"], row["case"]): row for row in sorted(searched["rows"], key=lambda row: -row["nats"])}
     layers = {kind: row["rate"] for (kind, case), row in best.items() if case == "window and layers"}
-    least = " and ".join(
-        f"{between(f'below window and layers at {layers[kind]:.0e}').format(**best[kind, 'additions'])} on {kind}"
-        for kind in ("LaTeX", "books")
-    )
-    return (
-        f" Where all that a DRT adds learns from the loss, LaTeX costs {by_length[shortest]} nats a token less than "
-        f"with as many parameters in layers of its base that learned from as many tokens, and {by_length[longest]} "
-        f"after {longest:,} tokens in place of {shortest:,} ({counted(len(seeds), 'seed')}), at rates set by "
-        f"hand. At each side's best rate of those tried, picked on these texts, it is {least} less (one seed)."
-    )
+    yield {
+        "what": "the same, each side at its best rate of those tried, picked on these texts",
+        "seeds": 1,
+    } | {
+        kind: between(f"below window and layers at {rate:.0e}").format(**best[kind, "additions"])
+        for kind, rate in layers.items()
+    }
 
 
-def _names() -> str:
-    """What the README says of labels' names."""
+def _of_names() -> Row:
+    """A label's name, where a chapter cites it and its chunk is read."""
     found = record("learning")["names, additions"]["results"]
     read = next(row for row in found["rows"] if row["read"] == "the label's")
     names = sum(row["names"] for row in found["rows"])
-    return (
-        " Where a DRT whose additions all learned reads the chunk of a label that a chapter cites, a token of the name "
-        f"costs {between('name').format(**read)} nats less than with other chunks in place of those that hold it "
-        f"({read['names']} of {names} names, {counted(len(found['seeds']), 'seed')})."
+    what = (
+        f"the same, where it reads the chunk of a cited label ({read['names']} of {names} names): nats a token of the "
+        "name below those with other chunks"
     )
+    return {"what": what, "seeds": len(found["seeds"]), "LaTeX": between("name").format(**read)}
