@@ -100,6 +100,20 @@ def test_links_below_a_folder_are_followed_and_no_folder_is_read_twice(tmp_path:
     assert read_texts([texts]) == ["1", "2", "3"]
 
 
+def test_a_file_that_is_named_or_reached_again_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        Path(f"{name}.txt").write_text(name)
+    Path("c.txt").symlink_to("a.txt")
+    Path("d.txt").write_text("a")  # another file with the same words
+    with caplog.at_level(logging.WARNING):
+        assert read_texts(["b.txt", tmp_path, "./b.txt"], "data.paths") == ["b", "a", "a"]
+    (record,) = caplog.records
+    assert record.getMessage() == "data.paths: left out what was taken already: b.txt, c.txt, b.txt"
+
+
 @pytest.mark.parametrize("kind", ["unreadable", "locked", "dangling", "fifo"])
 def test_what_cannot_be_read_below_a_folder_is_no_missing_text(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -180,36 +180,50 @@ def read_texts(paths: Sequence[str | Path], argument: str = "data") -> list[str]
 
 
 def each_text(paths: Iterable[Path], argument: str, look_at: Callable[[Path, Path | None], T]) -> list[T]:
-    """What ``look_at`` gives for files, and for every file below folders, in order of name.
+    """What ``look_at`` gives for files, and for every file below folders, in order of name; each file once.
 
     Args:
         argument: by which a user named the paths, for messages.
         look_at: is given a file, and the folder below which it was found or None. It raises :class:`NotText` where a
-            file is none: of a named file that goes on, files of a folder are left out and named in a warning.
+            file is none: of a named file that goes on, files of a folder are left out and named in a warning. Files
+            that are named or reached again are left out with a warning too.
 
     Raises:
         ValueError: what ``look_at`` raises, and as :func:`files_below`.
     """
-    results = []
+    results, seen, again = list[T](), set[str](), list[str]()
+
+    def take(file: Path, folder: Path | None) -> None:
+        if (real := os.path.realpath(file)) in seen:
+            again.append(file.name)
+        else:
+            results.append(look_at(file, folder))
+            seen.add(real)
+
     for path in paths:
         if not path.is_dir():
-            results.append(look_at(path, None))
+            take(path, None)
             continue
         left_out = []
         for file in files_below(path, argument):
             try:
-                results.append(look_at(file, path))
+                take(file, path)
             except NotText:
                 left_out.append(file.name)
         if left_out:
-            shown = ", ".join(left_out[:5]) + (" ..." if len(left_out) > 5 else "")
             logger.warning(
                 "Left out %d files below %s that are empty or hold no UTF-8 text: %s",
                 len(left_out),
                 path,
-                shown,
+                _shown(left_out),
             )
+    if again:
+        logger.warning("%s: left out what was taken already: %s", argument, _shown(again))
     return results
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
 
 
 def read_text(path: Path, argument: str = "data") -> str:

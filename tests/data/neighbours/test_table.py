@@ -274,6 +274,7 @@ def _build_and_die(output: Path, moment: int) -> None:
         if state.done >= moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    torch.set_num_threads(1)  # a fork would wait for ever for its parent's other threads
     build(output, scores="float32", progress=die)
 
 
