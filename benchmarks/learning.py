@@ -58,6 +58,7 @@ from trailmark.evaluation.retrieval.suite import RetrievalSettings
 from trailmark.files import sha256_of, write_text
 from trailmark.machine import start_again_set_up
 from trailmark.models.candidates import TextCandidates
+from trailmark.models.drt.config import DRTConfig
 from trailmark.models.layers import rms_normalize
 from trailmark.models.with_retrieved import without_retrieval
 from trailmark.ops.score_parts import without_recency
@@ -395,17 +396,23 @@ def names(options: argparse.Namespace) -> None:
     Beside the model's own choice stand the same weights without retrieval, and its choice but for these chunks, of all
     names of a text at once.
     """
-    progress, of_texts = Progress(), list[list[Totals]]()
+    progress, folders = Progress(), {seed: trained(options.begin, seed) for seed in options.seeds}
     tokenizer = load_tokenizer(str(converted(FOLDER, "sliding_window")))
-    models = {seed: opened(trained(options.begin, seed)) for seed in options.seeds}
-    config = next(iter(models.values())).config
-    for file in chapters():
-        begun = chapter(read_text(file), tokenizer, NAMED_LENGTH, config.chunk_size, whole=True)
-        of_texts.append([])
-        for seed, model in models.items():
-            progress.show(f"{file.name}, seed {seed}")
-            of_texts[-1].append(_names(model, begun))
-    counted, rows = np.array(of_texts).sum(1), []  # [texts, CITED, sums]
+    S = DRTConfig.from_pretrained(folders[options.seeds[0]]).chunk_size
+    begun = {
+        file.name: chapter(read_text(file), tokenizer, NAMED_LENGTH, S, whole=True) for file in chapters()
+    }
+    texts = [Text(name, one.ids) for name, one in begun.items()]
+    by_seed = [  # in files of their own, as in measure
+        Losses(FOLDER / f"learning-names-{options.begin}-{seed}.json", progress).of(
+            f"weights {weights_of(folder)[:12]}",
+            partial(opened, folder),
+            texts,
+            partial(_names, [*begun.values()]),
+        )
+        for seed, folder in folders.items()
+    ]
+    counted, rows = np.array(by_seed).sum(0), []  # [texts, CITED, sums]
     for cited, (found, tokens, own, off, other) in zip(CITED, counted.transpose(1, 2, 0), strict=True):
         if not tokens.any():
             continue
@@ -417,24 +424,25 @@ def names(options: argparse.Namespace) -> None:
             | interval("name", read, tokens)
         )
     keep(options.output, f"names, {options.begin}", {
-        "length": NAMED_LENGTH, "seeds": list(models), "rows": rows,
-        "weights": {seed: weights_of(trained(options.begin, seed)) for seed in models},
+        "length": NAMED_LENGTH, "seeds": list(folders), "rows": rows,
+        "weights": {seed: weights_of(folder) for seed, folder in folders.items()},
     })  # fmt: skip
     progress.say(f"Measured, in {options.output}")
 
 
 @torch.no_grad()
-def _names(model: Any, begun: Chapter) -> Totals:
+def _names(begun: Sequence[Chapter], model: Any, number: int) -> Totals:
     """[CITED, 5]: names, their tokens, the nats of these by own choice, without retrieval, and by the other choice.
 
-    The other one reads no chunk with the name, or the label's if none was read. Names that the window still shows are
-    left out, tokens that the chunk before predicts, and all but the first of the names in a chunk.
+    Of a chapter. The other one reads no chunk with the name, or the label's if none was read. Names that the window
+    still shows are left out, tokens that the chunk before predicts, and all but the first of the names in a chunk.
     """
-    ids, K = begun.ids.astype(np.int64), model.config.num_retrieved_chunks
-    scores = _scores({"own": model}, begun.ids)["own"]
+    layout, tokens = begun[number]
+    ids, K = tokens.astype(np.int64), model.config.num_retrieved_chunks
+    scores = _scores({"own": model}, tokens)["own"]
     limits = np.isfinite(scores).sum(1)
     chosen, others, cited = best_chunks(scores, limits, K), scores.copy(), dict[int, tuple[int, Reference]]()
-    for one, known in candidates_of(begun.layout, limits):
+    for one, known in candidates_of(layout, limits):
         asking, there = one.chunk - 1, np.isin(one.mentions, chosen[one.chunk - 1])
         if asking in cited or one.mentions[-1] >= known or known - len(one.mentions) < K:
             continue
@@ -446,7 +454,7 @@ def _names(model: Any, begun: Chapter) -> Totals:
     found = np.zeros((len(CITED), 5))
     for kind, one in cited.values():
         # a token is predicted at the one before it
-        first, stop = max(one.tokens[0], int(begun.layout.chunk_tokens[one.chunk]) + 1), one.tokens[1]
+        first, stop = max(one.tokens[0], int(layout.chunk_tokens[one.chunk]) + 1), one.tokens[1]
         if first < stop:
             found[kind] += [1, stop - first, *(own[first - 1 : stop - 1].sum() for own in nats)]
     return found
