@@ -352,11 +352,15 @@ def summary_text() -> str:
 def _of_choices() -> Iterator[Row]:
     """What a retriever learned, beside random chunks and its choice before: of the first way that has scores too."""
     scores = dict(_known("scores"))
-    found = next(known for begin, known in _known("losses") if begin in scores)["results"]
+    begin, known = next((begin, known) for begin, known in _known("losses") if begin in scores)
+    found, seeds = known["results"], len(known["results"]["weights"])
     for chunks, than in (("random", "random chunks"), ("before", "its choice before")):
         together = [row for row in found["rows"] if row["seed"] is None and row["chunks"] == chunks]
         what = f"the retriever learns: share of what a window loses that comes back, above {than}"
-        yield {"what": what, "seeds": len(found["weights"])} | {row["kind"]: _more(row) for row in together}
+        yield {"what": what, "seeds": seeds} | {row["kind"]: _more(row) for row in together}
+    label = next(row for row in scores[begin]["results"]["label"] if row["rule"] == "learned above BM25")
+    what = f"the same: share of {label['references']} cited labels whose chunk is read, above what BM25 finds"
+    yield {"what": what, "seeds": seeds, "LaTeX": "{share:.3f} ({low:.3f} to {high:.3f})".format(**label)}
 
 
 def _beside_layers() -> Iterator[Row]:
