@@ -26,7 +26,18 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from common import keep, parameters
-from learning import FIT_STEPS, LENGTH, STEPS, WAYS, WINDOW, at_rate, learn, run_config, trained, weights_of
+from learning_models import (
+    FIT_STEPS,
+    LENGTH,
+    STEPS,
+    WAYS,
+    WINDOW,
+    at_rate,
+    learn,
+    run_config,
+    trained,
+    weights_of,
+)  # fmt: skip
 from pretrained_models import (
     STEP_TOKENS,
     UNSEEN,

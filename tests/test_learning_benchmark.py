@@ -1,4 +1,4 @@
-"""What benchmarks/learning.py says of scores, and what learning_lengths.py reads, on tiny models."""
+"""What benchmarks/learning_labels.py says of scores, and what learning_lengths.py reads, on tiny models."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from trailmark.data.neighbours.bm25 import best_chunks
 from trailmark.evaluation.retrieval.run import choices_of, losses_of
 from trailmark.ops import score_chunks
 
-learning = benchmark_scripts.modules("learning")
+labels = benchmark_scripts.modules("learning_labels")
 lengths = benchmark_scripts.modules("learning_lengths")
 references = benchmark_scripts.modules("case_study.references")
 SIZES = {"num_retrieval_groups": 1, "retrieval_recency": 1.0, "exclude_visible_chunks": True}
 
 
-def test_scores_need_nothing_above_the_retriever(learning: ModuleType) -> None:
+def test_scores_need_nothing_above_the_retriever(labels: ModuleType) -> None:
     models = {"before": drt(**SIZES), "learned": drt(**SIZES)}
     torch.nn.init.normal_(models["learned"].retrievers[0].q_proj.weight)
     torch.nn.init.normal_(models["learned"].encoder.landmark_proj.weight)
     ids = np.random.default_rng(0).integers(0, models["before"].config.vocab_size, 90)
-    found = learning._scores(models, ids)
+    found = labels._scores(models, ids)
     for name, model in models.items():
         with torch.no_grad():
             out = model(torch.from_numpy(ids)[None], output_retrieval_scores=True)
@@ -36,7 +36,7 @@ def test_scores_need_nothing_above_the_retriever(learning: ModuleType) -> None:
     assert not np.allclose(found["before"][finite], found["learned"][finite])
 
 
-def test_scores_that_are_the_same_for_all_stay_as_they_are(learning: ModuleType) -> None:
+def test_scores_that_are_the_same_for_all_stay_as_they_are(labels: ModuleType) -> None:
     """But for what a row adds to all of its own, and whatever a drift: the same chunks are chosen."""
     model, generator = drt(**SIZES), torch.Generator().manual_seed(0)
     C = 40
@@ -46,7 +46,7 @@ def test_scores_that_are_the_same_for_all_stay_as_they_are(learning: ModuleType)
     query, keys = torch.cat([of_row, one], -1), torch.cat([one, of_chunk], -1)
     limits = (torch.arange(C) - 3).clamp(min=0)
     (scores,) = score_chunks(query, keys, limits, 0, 1.0, 1.0)
-    popular = learning._popular(scores, model.config)
+    popular = labels.popular_scores(scores, model.config)
     assert torch.equal(popular.isfinite(), scores.isfinite())
     choices = [
         best_chunks(x.numpy(), limits.numpy(), model.config.num_retrieved_chunks) for x in (scores, popular)
@@ -55,7 +55,7 @@ def test_scores_that_are_the_same_for_all_stay_as_they_are(learning: ModuleType)
 
 
 def test_what_a_name_is_worth_is_told_by_a_choice_that_differs_where_names_are_cited(
-    learning: ModuleType, references: ModuleType, monkeypatch: pytest.MonkeyPatch
+    labels: ModuleType, references: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, generator = drt(**SIZES | {"num_retrieved_chunks": 16}), torch.Generator().manual_seed(0)
     torch.nn.init.normal_(model.retrievers[0].q_proj.weight, generator=generator)
@@ -67,22 +67,22 @@ def test_what_a_name_is_worth_is_told_by_a_choice_that_differs_where_names_are_c
     )
     ids = np.array([ord(c) % model.config.vocab_size for c in text])
     layout = references.Layout(text, np.arange(len(ids)), np.array([*range(0, len(ids), S), len(ids)]))
-    begun = learning.Chapter(layout, ids)
+    begun = labels.Chapter(layout, ids)
     asked, nats = [], [np.random.default_rng(n).random(len(ids) - 1) for n in range(3)]
 
     def losses(of: object, tokens: object, chosen: object = None) -> object:
         asked.append((of, chosen))
         return nats[len(asked) - 1]
 
-    monkeypatch.setattr(learning, "losses_of", losses)
-    found = learning._names(model, begun)
+    monkeypatch.setattr(labels, "losses_of", losses)
+    found = labels._names([begun], model, 0)
     (own, _), (off, _), (too, other) = asked
     assert own is too is model
     assert off.config.num_retrieved_chunks == 0
 
     with torch.no_grad():
         chosen = model(torch.from_numpy(ids)[None], output_retrieval=True).retrieval[0].indices[0].numpy()
-    limits = np.isfinite(learning._scores({"": model}, ids)[""]).sum(1)
+    limits = np.isfinite(labels._scores({"": model}, ids)[""]).sum(1)
     expected, changed = np.zeros((3, 5)), set()
     places = [(found[1], found.start(1)) for found in re.finditer(r"\{(\w+)\}", text)]
     for place, (name, first) in enumerate(places[len(names) :], len(names)):
