@@ -269,11 +269,11 @@ def by_step(folder: Path) -> dict[int, Path]:
 
 
 class Losses:
-    """What each token of each text costs each model, kept in a file so that nothing is read twice."""
+    """What each token of each text costs each model, or what else is counted of it; a file keeps it for good."""
 
     def __init__(self, file: Path, progress: Progress) -> None:
         self.file, self.progress = file, progress
-        self.known: dict[str, list[float]] = read_json(file) or {}
+        self.known: dict[str, list[Any]] = read_json(file) or {}
 
     def of(
         self,
@@ -282,7 +282,7 @@ class Losses:
         texts: Sequence[Text],
         read: Callable[[Any, int], Any] | None = None,
     ) -> list[Any]:
-        """[T - 1] nats of each text; ``read``: how a model reads a text by its number, if not as it is."""
+        """[T - 1] nats of each text, or what ``read`` makes of a model and a text's number, to four places."""
         model, found = None, []
         for number, text in enumerate(texts):
             key = f"{name} | {text.name} | {len(text.ids)}"

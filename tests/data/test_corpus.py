@@ -111,7 +111,10 @@ def test_a_file_that_is_named_or_reached_again_is_left_out(
     with caplog.at_level(logging.WARNING):
         assert read_texts(["b.txt", tmp_path, "./b.txt"], "data.paths") == ["b", "a", "a"]
     (record,) = caplog.records
-    assert record.getMessage() == "data.paths: left out what was taken already: b.txt, c.txt, b.txt"
+    assert (
+        record.getMessage()
+        == f"data.paths: left out, for they were taken already: {tmp_path / 'b.txt'}, {tmp_path / 'c.txt'}, b.txt"
+    )
 
 
 @pytest.mark.parametrize("kind", ["unreadable", "locked", "dangling", "fifo"])

@@ -158,7 +158,8 @@ class NotText(ValueError):
 def read_texts(paths: Sequence[str | Path], argument: str = "data") -> list[str]:
     """The text of files and of every file below folders, in order of name.
 
-    A named file must be text. Below a folder, files that are not text are left out and named in a warning.
+    A named file must be text. Below a folder, files that are not text are left out and named in a warning. A file that
+    is named or reached twice is read once, with a warning.
 
     Args:
         argument: by which a user named the paths, for messages.
@@ -180,13 +181,13 @@ def read_texts(paths: Sequence[str | Path], argument: str = "data") -> list[str]
 
 
 def each_text(paths: Iterable[Path], argument: str, look_at: Callable[[Path, Path | None], T]) -> list[T]:
-    """What ``look_at`` gives for files, and for every file below folders, in order of name; each file once.
+    """What ``look_at`` gives for files, and for every file below folders, in order of name.
 
     Args:
         argument: by which a user named the paths, for messages.
         look_at: is given a file, and the folder below which it was found or None. It raises :class:`NotText` where a
-            file is none: of a named file that goes on, files of a folder are left out and named in a warning. Files
-            that are named or reached again are left out with a warning too.
+            file is none: of a named file that goes on, files of a folder are left out and named in a warning. A file
+            that is named or reached again, by a link too, is left out with a warning.
 
     Raises:
         ValueError: what ``look_at`` raises, and as :func:`files_below`.
@@ -195,7 +196,7 @@ def each_text(paths: Iterable[Path], argument: str, look_at: Callable[[Path, Pat
 
     def take(file: Path, folder: Path | None) -> None:
         if (real := os.path.realpath(file)) in seen:
-            again.append(file.name)
+            again.append(str(file))
         else:
             results.append(look_at(file, folder))
             seen.add(real)
@@ -218,7 +219,7 @@ def each_text(paths: Iterable[Path], argument: str, look_at: Callable[[Path, Pat
                 _shown(left_out),
             )
     if again:
-        logger.warning("%s: left out what was taken already: %s", argument, _shown(again))
+        logger.warning("%s: left out, for they were taken already: %s", argument, _shown(again))
     return results
 
 
