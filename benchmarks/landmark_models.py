@@ -6,7 +6,7 @@
 Parts: "needles" (configs/needle-landmark.yaml with three seeds, next to the demo's DRT), "modes" (a text model:
 perplexity by what selects for itself, chunks touched), "gate" (the same with a retrieval gate, App. D of arXiv
 2305.16300) and "jumps" (the same with position jumps, App. E). The text is TRAILMARK_DATA/books: trained on train/,
-asked about valid/ and test/. Each of six trainings takes ten to twenty minutes on one core and goes on where it was
+asked about valid/ and test/. Each of six trainings takes ten to thirty minutes on one core and goes on where it was
 stopped; numbers are kept in benchmarks/landmark_models.json as they come.
 """
 
@@ -94,10 +94,16 @@ class Benchmark:
         if path == "landmark-text":
             overrides = (*overrides, f"data.paths=[{data_folder('books') / 'train'}]")
         config = load_run_config(CONFIGS / f"{path}.yaml", overrides)
+        known = self.record["models"].get(name)
+        if known is not None and known["last"]["step"] != config.training.steps:
+            raise SystemExit(
+                f"{self.output} has numbers of {name!r} after {known['last']['step']} steps, its configuration says "
+                f"{config.training.steps}: remove them, and its folder."
+            )
         if not (Path(config.output) / "history.json").exists():
             Run(config, showing(self.progress, name)).train()
             self.progress.clear()
-        if name not in self.record["models"]:
+        if known is None:
             history = read_json(Path(config.output) / "history.json")
             last = {key: value for key, value in history["steps"][-1].items() if key != "seconds"}
             self.record["models"][name] = {
