@@ -279,7 +279,7 @@ class Plan:
         ids = torch.from_numpy(self.filler.read(0, probe_length(subject.model))).long()[None]
         dtype = parse_dtype(settings.memory_dtype)
         need = memory_need(subject.model, ids, self.chunks(longest) * S, settings.memory_tier, dtype)
-        shares = self._asker(longest).shares
+        shares = self.asker(longest).shares
         pieces = num_haystacks(longest, settings.questions) if shares else settings.questions
         together = beside_each_other(pieces) if self.divided else 1
         expect_room(subject.model, need, longest, settings.memory_folder, together)
@@ -298,23 +298,20 @@ class Plan:
         """
         if not depths:
             return
-        S, seed = self.subject.chunk_size, self.settings.seed
+        S = self.subject.chunk_size
         trials = -(-self.settings.questions // self.task.questions_of(depths[0]))
         haystacks, turns = num_haystacks(length, trials), itertools.count()
-        asker = self._asker(length, shared=trials * len(self.depths) > haystacks)
+        asker = self.asker(length, shared=trials * len(self.depths) > haystacks)
         shared = ReadingCost()
         cost = {depth: shared if asker.shares else ReadingCost() for depth in depths}
         lines: dict[float | None, list[dict[str, Any]]] = {depth: [] for depth in depths}
         seconds = dict.fromkeys(depths, 0.0)
         for number in range(haystacks):
-            start = Draws(seed, 1, number).below(len(self.filler))
-            begin = self._begin(start)
-            haystack = Haystack(self.filler, start, self.chunks(length), S, begin=begin)
+            haystack = self.haystack(length, number)
             here = trials * (number + 1) // haystacks - trials * number // haystacks
             name = f"{length:,} tokens: haystack {number + 1} of {haystacks}"
             progress(name)
-            last = haystack.chunks - self.sight
-            laid = self.task.lay(haystack, length - self.begins, last, depths, here, seed, 2, number)
+            laid = self.lay(length, number, depths, here)
 
             def told(tokens: int, name: str = name, total: int = haystack.chunks * S) -> None:
                 progress(f"{name}: {tokens / total:.0%} read")
@@ -327,7 +324,7 @@ class Plan:
                         progress(f"{name}: trial {n + 1} of {here}")
                         began, before = time.perf_counter(), cost[depth].seconds
                         with asker.holding(read, haystack, trial.needles, cost[depth], told) as held:
-                            answered = self._ask(asker, held, trial, cost[depth])
+                            answered = self.ask(asker, held, trial, cost[depth])
                         reading = cost[depth].seconds - before
                         seconds[depth] += time.perf_counter() - began - reading
                         places = (
@@ -341,10 +338,27 @@ class Plan:
                         result = summary(asked) | costs(spent, haystacks, took, cells)
                         yield depth, self._about(length, depth) | result, asked
 
+    def haystack(self, length: int, number: int) -> Haystack:
+        """The haystack of a number in texts of ``length`` tokens, without needles."""
+        start = Draws(self.settings.seed, 1, number).below(len(self.filler))
+        begin = self._begin(start)
+        return Haystack(self.filler, start, self.chunks(length), self.subject.chunk_size, begin=begin)
+
+    def lay(
+        self, length: int, number: int, depths: Sequence[float | None], trials: int
+    ) -> dict[float | None, list[Trial]]:
+        """So many trials at each depth in the haystack of a number."""
+        haystack = self.haystack(length, number)
+        last = haystack.chunks - self.sight
+        return self.task.lay(
+            haystack, length - self.begins, last, depths, trials, self.settings.seed, 2, number
+        )
+
     def _is_mine(self, number: int) -> bool:
         return not self.divided or dealt(number)
 
-    def _asker(self, length: int, shared: bool = True) -> Asker:
+    def asker(self, length: int, shared: bool = True) -> Asker:
+        """What reads haystacks of texts of ``length`` tokens; ``shared``: of each for several trials, where it can."""
         model, settings = self.subject.model, self.settings
         if not self.subject.ours:
             return WholeTextAsker(model, self.subject.tokenizer)
@@ -355,8 +369,8 @@ class Plan:
 
         return MemoryAsker(model, S, new_cache, settings.memory_folder, chunks, shared)
 
-    def _ask(self, asker: Asker, held: Any, trial: Trial, cost: ReadingCost) -> list[dict[str, Any]]:
-        """Put a trial's questions, and judge the answers: a line for each."""
+    def ask(self, asker: Asker, held: Any, trial: Trial, cost: ReadingCost) -> list[dict[str, Any]]:
+        """Put a trial's questions to what ``asker`` holds, and judge the answers: for each its line of generations."""
         tokenizer, questions = self.subject.tokenizer, trial.questions
         answers = asker.ask(held, questions, cost)
         verdicts = [
