@@ -1,12 +1,12 @@
 """What SmolLM2-135M as a HiLS completes and answers of long texts, as converted and taught: sentences in books.
 
     TRAILMARK_DATA=... python benchmarks/pretrained_hils_needles.py [needles beyond recall layers few reading reader
-        focus words shares]
+        focus words narrow shares]
 
 Writes benchmarks/pretrained_hils_needles.json. Trained models are those of pretrained_train.py: of the parts "needles"
 and "beyond" ``--trained`` (hils), of "recall", "layers", "few" and "reading" its recall, further, few and longer, of
-"reader" its reader and of "shares" its reader-some and reader-none. The parts "focus" and "words" ask the one whose
-additions lie in models/. Stopped, the same command goes on.
+"reader" its reader and of "shares" its reader-some and reader-none. The parts "focus", "words" and "narrow" ask the one
+whose additions lie in models/. Stopped, the same command goes on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from common import keep
+from learning_models import weights_of
 from pretrained_hils import (
     ASKED,
     about,
@@ -65,10 +67,16 @@ from pretrained_needles import Needles
 
 from tests.smollm2 import smollm2
 from trailmark.data.corpus import tokenize
+from trailmark.data.needles.haystacks import Needle
+from trailmark.data.needles.tasks import Trial
 from trailmark.evaluation.far_layers import layer_types, measure_far_layers
+from trailmark.evaluation.needles.ask import Plan, num_haystacks
+from trailmark.evaluation.needles.askers import ReadingCost
+from trailmark.evaluation.needles.judging import summary
+from trailmark.evaluation.needles.suite import NeedleSettings
 from trailmark.evaluation.retrieval.run import row_of
 from trailmark.evaluation.subject import Subject
-from trailmark.files import read_json
+from trailmark.files import read_json, write_json
 from trailmark.memory import ChunkCache
 from trailmark.models.conversion.convert import open_any_base
 from trailmark.report.console import Progress
@@ -79,6 +87,7 @@ from trailmark.training.run import HISTORY_FILE
 OUTPUT = Path(__file__).with_suffix(".json")
 TOGETHER = 25  # needles in a text, each of which is asked for
 WORDS = ("sentences", "paraphrases")
+FOCUSES, SEED, ALONE = (32, 4), 1, 20  # of the part narrow, which asks for so many facts at each length
 QUESTION, WRITTEN, REPEATS = "The name of the house in which he was born is", 16, 3
 
 
@@ -359,6 +368,71 @@ def words(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return found
 
 
+def narrow(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The same reader asked for single facts in other words, by how few chunks a question keeps to.
+
+    32 was chosen before; 4 by twenty questions of "words" in 65,536 tokens, of which 15 were right with 32. These here
+    are of another seed.
+    """
+    asked = subject(shipped_reader(options.folder), *READER_FIELDS)
+    text, rows = Needles(options, progress).text, list[dict[str, Any]]()
+    found = {"rows": rows, "fields": READER, "chunks": READ, "seed": SEED} | about(options)
+    file, hils = options.folder / "narrow.json", weights_of(shipped_reader(options.folder))
+    known: dict[str, list[dict[str, Any]]] = read_json(file) or {}
+    plan_of = partial(NeedleSettings, format="paraphrases", needles=1, sight="window", seed=SEED)
+    for length in options.narrow:
+        plans = [Plan.of(asked, plan_of((length,), chat=chat), text) for chat in (False, True)]
+        haystacks, lines = num_haystacks(length, ALONE), list[dict[str, Any]]()
+        for number in range(haystacks):
+            facts = ALONE * (number + 1) // haystacks - ALONE * number // haystacks
+            progress.show(f"{length:,} tokens, haystack {number + 1} of {haystacks}")
+            key = f"{hils[:12]} {READER_FIELDS} | {length} | {number} of {haystacks}, {facts} facts | {SEED} {FOCUSES}"
+            if key not in known:
+                known[key] = _in_each_focus(asked, plans, length, number, facts)
+                write_json(file, known)
+            lines += known[key]
+        for chat, focus in product((False, True), FOCUSES):
+            own = [line for line in lines if (line["chat"], line["focus"]) == (chat, focus)]
+            first = [line["correct"] for line in own if line["number_first"]]
+            row = {"length": length, "format": "paraphrases", "chat": chat, "focus": focus}
+            row |= {"number_first": len(first), "number_first_correct": sum(first)}
+            rows.append(row | {name: x for name, x in summary(own).items() if name != "asked"})
+        keep(options.output, "narrow", found)
+    return found
+
+
+@torch.no_grad()
+def _in_each_focus(
+    asked: Subject, plans: Sequence[Plan], length: int, number: int, trials: int
+) -> list[dict[str, Any]]:
+    """Lines of each fact in a haystack, asked for by each plan with each focus, on which no memory depends."""
+    haystack, asker = plans[0].haystack(length, number), plans[0].asker(length)
+    laid = [plan.lay(length, number, [None], trials)[None] for plan in plans]
+    lines: list[dict[str, Any]] = []
+    with asker.reading(haystack, ReadingCost(), lambda tokens: None) as read:
+        for trial, *others in zip(*laid, strict=True):
+            (needle,) = trial.needles
+            assert all(_place(other.needles[0]) == _place(needle) for other in others)
+            with asker.holding(read, haystack, trial.needles, ReadingCost(), lambda tokens: None) as held:
+                for (plan, own), count in product(zip(plans, (trial, *others), strict=True), FOCUSES):
+                    asked.model.config.num_focus_chunks = count
+                    (line,) = plan.ask(asker, held, own, ReadingCost())
+                    way = {"chat": plan.settings.chat, "focus": count}
+                    lines.append(line | way | {"number_first": _number_first(trial, asked.tokenizer)})
+    return lines
+
+
+def _number_first(trial: Trial, tokenizer: Any) -> bool:
+    """Whether the fact names the number before whose it is, a name of two words with a hyphen."""
+    told, number = tokenizer.decode(trial.needles[0].tokens), trial.questions[0].text
+    assert number in told
+    return "-" in told.partition(number)[2]
+
+
+def _place(needle: Needle) -> tuple[int, list[int]]:
+    return needle.start, needle.tokens.tolist()
+
+
 def shares(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """What the reader's training gives with facts in fewer of its texts; the questions are of "reader"."""
     asked, rows, (near, *_) = Needles(options, progress), list[dict[str, Any]](), options.needles
@@ -403,7 +477,7 @@ def _training(folder: Path) -> dict[str, Any]:
 
 PARTS = {
     "needles": needles, "beyond": beyond, "recall": recall, "layers": layers, "few": few, "reading": reading,
-    "reader": reader, "focus": focus, "words": words, "shares": shares,
+    "reader": reader, "focus": focus, "words": words, "narrow": narrow, "shares": shares,
 }  # fmt: skip
 
 
@@ -442,6 +516,9 @@ def main() -> None:
         nargs="*",
         default=(16_384, 65_536, 262_144),
         help="tokens behind which an answer is timed",
+    )
+    parser.add_argument(
+        "--narrow", type=int, nargs="*", default=(65_536,), help="lengths of texts in the part narrow"
     )
     parser.add_argument("--needles", type=int, nargs="+", default=(4096, 65_536), help="lengths of texts")
     parser.add_argument("--questions", type=int, default=100, help="about needles, at each length")

@@ -44,8 +44,21 @@ def summary() -> str:
         f"{kept['focus']} chunks that the question looks at most and those beside them; some of the longest text's "
         "questions had a part in choosing the number. "
         "Asked through the chat template, in 4,096 tokens and without a focus, the untaught one answers "
-        f"{chat['as converted']}, the taught one {chat['taught']}. How it is done: [docs/convert.md](docs/convert.md); "
-        "all numbers: [docs/pretrained.md](docs/pretrained.md)."
+        f"{chat['as converted']}, the taught one {chat['taught']}. {_in_other_words(parts['narrow'])} "
+        "How it is done: [docs/convert.md](docs/convert.md); all numbers: [docs/pretrained.md](docs/pretrained.md)."
+    )
+
+
+def _in_other_words(found: Row) -> str:
+    by_focus = {
+        focus: " and ".join(_right(row) for row in found["rows"] if row["focus"] == focus)
+        for focus in dict.fromkeys(row["focus"] for row in found["rows"])
+    }
+    (wide, of_wide), (narrow, of_narrow) = by_focus.items()
+    return (
+        f"Asked for a fact in other words than its training's, in {found['rows'][0]['length']:,} tokens, it answers "
+        f"{of_narrow} questions in a line and through the template with a focus of {narrow} chunks, {of_wide} with "
+        f"{wide}."
     )
 
 
@@ -293,6 +306,16 @@ def _words_text(found: Row) -> str:
     )
 
 
+def _narrow_text(found: Row) -> str:
+    columns: Columns = {"num_focus_chunks": "{focus}"}
+    columns |= ASKED | {name: _NEEDLES[name] for name in ("tokens", "questions", "right", "chunk read")}
+    columns |= {"number told first": "{number_first}", "of these right": "{number_first_correct}"}
+    return (
+        "**How narrow a focus**: the same reader, asked for single facts of another seed, each told in one of eight "
+        f"ways. *Number told first*: facts that say the number before the name.\n\n{table(columns, found['rows'])}"
+    )
+
+
 def _shares_text(found: Row) -> str:
     columns: Columns = {"texts with facts": "{share:.0%}", "needles": "{together}"}
     columns |= {name: _NEEDLES[name] for name in ("tokens", "questions", "right", "chunk read")}
@@ -349,6 +372,7 @@ _PARTS: dict[str, Callable[[Row], str]] = {
     "reader": _reader_text,
     "focus": _focus_text,
     "words": _words_text,
+    "narrow": _narrow_text,
     "shares": _shares_text,
     "along": _along_text,
 }
