@@ -24,6 +24,7 @@ class Way(NamedTuple):
     fit: str
     """Of ``distil.fit_retriever``: what it begins with."""
     rate: float
+    """Of its training."""
     train: str = "retriever"
     """What of the model."""
 
@@ -37,6 +38,7 @@ WAYS = {
 
 
 def fitted(begin: str, seed: int, folder: Path = FOLDER) -> Path:
+    """Where the DRT lies whose memory was fitted, and whose retriever was set to what it begins with."""
     return folder / f"fitted-{WAYS[begin].fit}-{seed}"
 
 
@@ -46,6 +48,7 @@ def trained(begin: str, seed: int, folder: Path = FOLDER, rate: float | None = N
 
 
 def at_rate(name: str, rate: float | None, usual: float) -> str:
+    """The name of what was trained, with its learning rate where that is not the usual one."""
     return name if rate in (None, usual) else f"{name}-at-{rate}"
 
 
