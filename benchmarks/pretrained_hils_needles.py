@@ -369,19 +369,31 @@ def words(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def narrow(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The same reader asked for single facts in other words, by how few chunks a question keeps to.
+    """The same reader asked for facts in other words, by how few chunks a question keeps to: of one, and of many.
 
-    32 was chosen before; 4 by twenty questions of "words" in 65,536 tokens, of which 15 were right with 32. These here
-    are of another seed.
+    32 was chosen before; 4 by twenty questions of "words" in 65,536 tokens, of which 15 were right with 32. The single
+    ones here are of another seed, the many the questions of "words".
     """
     asked = subject(shipped_reader(options.folder), *READER_FIELDS)
-    text, rows = Needles(options, progress).text, list[dict[str, Any]]()
-    found = {"rows": rows, "fields": READER, "chunks": READ, "seed": SEED} | about(options)
-    file, hils = options.folder / "narrow.json", weights_of(shipped_reader(options.folder))
+    needles, rows, folder = Needles(options, progress), list[dict[str, Any]](), shipped_reader(options.folder)
+    many = [
+        {"focus": count, "chat": False, "format": format}
+        | needles.ask(
+            folder,
+            (*READER_FIELDS, f"num_focus_chunks={count}"),
+            options.needles[0],
+            together=TOGETHER,
+            format=format,
+        )
+        for format in WORDS
+        for count in FOCUSES
+    ]
+    found = {"rows": rows, "many": many, "fields": READER, "chunks": READ, "seed": SEED} | about(options)
+    file, hils = options.folder / "narrow.json", weights_of(folder)
     known: dict[str, list[dict[str, Any]]] = read_json(file) or {}
     plan_of = partial(NeedleSettings, format="paraphrases", needles=1, sight="window", seed=SEED)
     for length in options.narrow:
-        plans = [Plan.of(asked, plan_of((length,), chat=chat), text) for chat in (False, True)]
+        plans = [Plan.of(asked, plan_of((length,), chat=chat), needles.text) for chat in (False, True)]
         haystacks, lines = num_haystacks(length, ALONE), list[dict[str, Any]]()
         for number in range(haystacks):
             facts = ALONE * (number + 1) // haystacks - ALONE * number // haystacks

@@ -309,10 +309,14 @@ def _words_text(found: Row) -> str:
 def _narrow_text(found: Row) -> str:
     columns: Columns = {"num_focus_chunks": "{focus}"}
     columns |= ASKED | {name: _NEEDLES[name] for name in ("tokens", "questions", "right", "chunk read")}
-    columns |= {"number told first": "{number_first}", "of these right": "{number_first_correct}"}
+    first: Columns = {"number told first": "{number_first}", "of these right": "{number_first_correct}"}
+    told: Columns = {"a fact is told": lambda row: _WORDS[row["format"]]}
     return (
         "**How narrow a focus**: the same reader, asked for single facts of another seed, each told in one of eight "
-        f"ways. *Number told first*: facts that say the number before the name.\n\n{table(columns, found['rows'])}"
+        f"ways. *Number told first*: facts that say the number before the name.\n\n"
+        f"{table(columns | first, found['rows'])}\n\n"
+        f"Of {found['many'][0]['needles']} facts in a text, the questions of the table before:\n\n"
+        f"{table(told | columns, found['many'])}"
     )
 
 
