@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from common import keep
 from learning_labels import keys, names, popular_scores, scores
-from learning_models import LENGTH, STEPS, WAYS, WINDOW, fitted, learn, trained, weights_of
+from learning_models import LENGTH, STEPS, WAYS, WINDOW, fitted, learn, trained
 from pretrained_models import (
     FOLDER,
     KINDS_OF_TEXT,
@@ -41,6 +41,7 @@ from pretrained_models import (
     opened,
     subject,
     totals,
+    weights_of,
 )  # fmt: skip
 
 from trailmark.data.corpus import load_tokenizer, read_text

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from case_study.references import Reference
 from common import keep
-from learning_models import FIELDS, FIT_STEPS, LENGTH, fitted, trained, weights_of
-from pretrained_models import FOLDER, Losses, Text, Totals, chapters, converted, interval, opened
+from learning_models import FIELDS, FIT_STEPS, LENGTH, fitted, trained
+from pretrained_models import FOLDER, Losses, Text, Totals, chapters, converted, interval, opened, weights_of
 from pretrained_references import Chapter, bm25_scores, candidates_of, chapter, hits, share
 from pretrained_train import corpus
 from torch import Tensor, nn

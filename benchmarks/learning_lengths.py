@@ -36,7 +36,6 @@ from learning_models import (
     learn,
     run_config,
     trained,
-    weights_of,
 )  # fmt: skip
 from pretrained_models import (
     STEP_TOKENS,
@@ -49,6 +48,7 @@ from pretrained_models import (
     interval,
     opened,
     parser_of,
+    weights_of,
     window_fields,
 )
 from torch import nn

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ from pretrained_models import FOLDER, LAYERS, STEP_TOKENS, converted
 from pretrained_train import corpus
 from training_text import train as train_run
 
-from trailmark.files import sha256_of, write_text
+from trailmark.files import write_text
 from trailmark.training.config import RunConfig, load_run_config
 
 WINDOW, LENGTH, FIT_STEPS, STEPS = 256, 4096, 48, 60
@@ -80,9 +79,3 @@ def learn(begin: str, seed: int, *settings: str, folder: Path = FOLDER, rate: fl
     )  # fmt: skip
     for run_of in (fit, learned):
         train_run(run_config(folder, seed, *run_of))
-
-
-@cache
-def weights_of(folder: Path) -> str:
-    """The SHA-256 of a model's weights."""
-    return sha256_of(folder / "model.safetensors")

@@ -33,6 +33,15 @@ def _known(part: str, name: str = "learning") -> Iterator[tuple[str, Row]]:
             yield begin, known[f"{part}, {begin}"]
 
 
+def _rows(part: str, name: str) -> list[Row]:
+    """The rows of a name that a part has, with how the retriever began and all that they are of."""
+    return [
+        row | {"begin": _BEGINS[begin], "of": known["results"]}
+        for begin, known in _known(part)
+        for row in known["results"][name]
+    ]
+
+
 def _seeds(by_seed: Row) -> str:
     return "1 seed," if len(by_seed) == 1 else f"{len(by_seed)} seeds, each"
 
@@ -155,7 +164,7 @@ def names_text() -> str:
     """What it is worth to a label's name that its chunk is read."""
     columns: Columns = {
         "begins": "{begin}",
-        "seeds": "{seeds}",
+        "seeds": lambda row: ", ".join(map(str, row["of"]["seeds"])),
         "chunk with the name that is read": "{read}",
         "names": "{names:,}",
         "chapters": "{texts}",
@@ -163,11 +172,7 @@ def names_text() -> str:
         "less than without retrieval": between("retrieval"),
         "less with such a chunk than with none": between("name"),
     }
-    rows = [
-        row | {"begin": _BEGINS[begin], "seeds": ", ".join(map(str, known["results"]["seeds"]))}
-        for begin, known in _known("names")
-        for row in known["results"]["rows"]
-    ]
+    rows = _rows("names", "rows")
     found = [known for _, known in _known("names")]
     return on_machine(
         "Tokens of the names in references of the held-out chapters (their first "
@@ -186,12 +191,7 @@ def scores_text() -> str:
         "effective rank": "{rank:.1f}",
         "deviation": "{deviation:.2f}",
     }
-    rows = [
-        row | {"begin": _BEGINS[begin]}
-        for begin, known in _known("scores")
-        for row in known["results"]["parts"]
-    ]
-    return table(columns, rows)
+    return table(columns, _rows("scores", "parts"))
 
 
 _KEYS = {

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from common import keep
-from learning_models import weights_of
 from pretrained_hils import (
     ASKED,
     about,
@@ -62,6 +61,7 @@ from pretrained_models import (
     shipped_reader,
     subject,
     trained,
+    weights_of,
 )  # fmt: skip
 from pretrained_needles import Needles
 

@@ -18,7 +18,7 @@ from tests.smollm2 import convert_smollm2, smollm2
 from trailmark.data.corpus import Tokens, read_text, standard_library_texts, tokenize
 from trailmark.evaluation.losses import token_losses
 from trailmark.evaluation.subject import Subject, load, own_device
-from trailmark.files import read_json, write_json
+from trailmark.files import read_json, sha256_of, write_json
 from trailmark.machine import fast_precision
 from trailmark.models.conversion.convert import convert
 from trailmark.models.drt.config import DRTConfig
@@ -266,6 +266,12 @@ def by_step(folder: Path) -> dict[int, Path]:
     """A training's checkpoints, and at its end the model itself."""
     found = {int(x.name.removeprefix("step-")): x for x in folder.glob("checkpoints/step-*")}
     return found | {read_json(folder / HISTORY_FILE)["tokens"] // STEP_TOKENS: folder}
+
+
+@cache
+def weights_of(folder: Path) -> str:
+    """The SHA-256 of a model's weights."""
+    return sha256_of(folder / "model.safetensors")
 
 
 class Losses:
