@@ -136,6 +136,39 @@ def test_a_conversation_is_what_the_template_writes(model: Path, memory: Path) -
         assert tokenizer.decode(tokens[place:]).startswith("<|im_start|>assistant\n")
 
 
+def test_a_template_is_given_its_option(
+    model: Path, memory: Path, command: Command, lines: Callable[[str], None], refused: Callable[..., str]
+) -> None:
+    """What transformers writes with it, in each turn."""
+    talk = Conversation(load(model), memory, Sampling(max_new_tokens=2), template={"enable_thinking": False})
+    tokens, closed = followed(talk)
+    for question in ("Where?", "Why?"):
+        "".join(talk.ask(question))
+    text = load(model).tokenizer.decode(tokens)
+    assert text.count("<|im_start|>assistant\n<think></think>") == len(closed) == 2
+    said = []
+    for option in ((), ("--template", "enable_thinking=true"), ("--template", "enable_thinking=false")):
+        lines("Where is the river?\n")
+        said.append(command("chat", model, "--memory", memory, "--max-new-tokens", "8", *option)[1])
+    assert said[0] == said[1] != said[2]
+    for wrong, told in (
+        (
+            "think=false",
+            "template: expected enable_thinking, as the tokenizer's chat template reads it, got 'think'",
+        ),
+        ("add_generation_prompt=false", "got 'add_generation_prompt'"),
+        (
+            "enable_thinking=[1]",
+            "template: enable_thinking: expected true, false, a number or a text, got [1]",
+        ),
+        ("enable_thinking", "template: expected key=value"),
+    ):
+        assert told in refused("chat", model, "--template", wrong)
+    assert "template: expected none with --plain" in refused(
+        "chat", model, "--plain", "--template", "enable_thinking=false"
+    )
+
+
 def followed(talk: Conversation) -> tuple[list[int], list[int]]:
     """All tokens that a conversation's model reads from now on, and before which a landmark was asked for."""
     tokens: list[int] = []

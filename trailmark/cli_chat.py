@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from trailmark.evaluation.suite import changes_setting, device_setting, tier_setting
-from trailmark.settings import Settings, setting, takes
+from trailmark.settings import Settings, parse_override, setting, takes
 
 if TYPE_CHECKING:
     from trailmark.evaluation.chat import Conversation, ReadChunk
@@ -39,6 +39,9 @@ class ChatSettings(Settings):
     )
     plain: bool = setting(
         False, 'Lines "Question:" and "Answer:" instead of the tokenizer\'s chat template.', option="--plain"
+    )
+    template: tuple[str, ...] = setting(
+        (), "An option that the chat template reads: enable_thinking=false.", repeated=True
     )
     passages: int = setting(
         3,
@@ -86,6 +89,10 @@ def _here(settings: ChatSettings) -> Conversation:
 
     if settings.api_key_file is not None:
         raise ValueError("api_key_file: expected none without --url: no server is asked.")
+    if settings.plain and settings.template:
+        raise ValueError(
+            "template: expected none with --plain, which uses no chat template. Leave one of them out."
+        )
     return Conversation(
         load(settings.model, settings.changes, device=own_device(settings.device)),
         settings.memory,
@@ -93,6 +100,7 @@ def _here(settings: ChatSettings) -> Conversation:
         system=settings.system,
         memory_tier=settings.memory_tier,
         plain=settings.plain,
+        template=_template(settings),
     )
 
 
@@ -114,7 +122,16 @@ def _there(settings: ChatSettings) -> RemoteConversation:
         system=settings.system,
         passages=settings.passages,
         key=key,
+        template=_template(settings),
     )
+
+
+def _template(settings: ChatSettings) -> dict[str, bool | int | float | str]:
+    options = dict(parse_override("template", text) for text in settings.template)
+    for name, value in options.items():
+        if not isinstance(value, bool | int | float | str):
+            raise ValueError(f"template: {name}: expected true, false, a number or a text, got {value!r}.")
+    return options
 
 
 def _sampling(settings: ChatSettings) -> Sampling:

@@ -35,6 +35,22 @@ def test_it_says_what_a_conversation_here_says(
     assert "Read for this by group 2 of 2:" in out
 
 
+def test_a_template_is_given_its_option(
+    live: Server, models: dict[str, Path], command: Command, lines: Callable[[str], None], refused: Callable[..., str]
+) -> None:  # fmt: skip
+    option = ("--template", "enable_thinking=false", "--max-new-tokens", "12", "--passages", "0")
+    said = []
+    for words in (("chat", "--url", live.url), (str(models["chat"]),)):
+        for given in (option, option[2:]):
+            lines("Where is the river?\n")
+            said.append(command("chat", *words, *given)[1].replace("\ufffd", ""))
+    assert said[:2] == said[2:]
+    assert said[0] != said[1]
+    lines("Where?\n")
+    told = refused("chat", "chat", "--url", live.url, "--template", "think=false")
+    assert "chat_template_kwargs: expected enable_thinking, as the" in told
+
+
 def test_a_conversation_goes_on(live: Server, command: Command, lines: Callable[[str], None]) -> None:
     lines("Where is the river?\nAnd the stones?\n")
     code, out, _ = command(

@@ -119,6 +119,20 @@ def test_values_of_wrong_types_are_refused_or_mean_what_they_say(live: Server) -
     assert live.http.post("/v1/completions", json=ASK).status_code == 200
 
 
+def test_options_of_a_template_are_those_that_it_reads(live: Server) -> None:
+    body = {"model": "chat", "messages": [{"role": "user", "content": "Where?"}], "max_tokens": 1}
+    path, name = "/v1/chat/completions", "chat_template_kwargs"
+    for value in VALUES:
+        answer = live.http.post(path, content=json.dumps(body | {name: value}))
+        assert value in (None, {}) if answer.status_code == 200 else refused(answer)
+    assert live.http.post(path, json=body | {name: {"enable_thinking": False}}).status_code == 200
+    # arguments of transformers' own, a special token, what the template itself sets
+    foreign = ["tokenize", "chat_template", "add_generation_prompt", "eos_token", "messages", "loop"]
+    for option in (*foreign, "x" * 10_000):
+        error = refused(live.http.post(path, json=body | {name: {option: "{{ messages }}"}}))
+        assert error["param"] == name
+
+
 @pytest.mark.parametrize(
     "name", ["..", ".", "../x", "..%2Fx", "%2e%2e", "a/b", "a%2Fb", "a\0b", "a%00b", ".hidden", "x" * 65, "a.b", "a b"]
 )  # fmt: skip

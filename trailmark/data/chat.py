@@ -7,18 +7,21 @@ again. What a user or a text says is text: what it spells like a control token (
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, TemplateError, meta
 
 from trailmark.data.corpus import Integers, text_tokens, tokenize, tokenize_parts
-from trailmark.untrusted import first_line
+from trailmark.untrusted import brief, first_line
 
 # what a template is given; they stand in no template, and trimming changes nothing of them
 _EARLIER, _ANSWER, _ASKED = "EARLIER-2c7f", "ANSWER-91d4", "ASKED-5be0"
+Options = Mapping[str, bool | int | float | str]  # of a chat template, as Qwen3's enable_thinking
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,12 @@ class ChatTurns:
     one_line: bool = False
 
     @classmethod
-    def of(cls, tokenizer: Any, system: str | None = None) -> ChatTurns:
+    def of(cls, tokenizer: Any, system: str | None = None, options: Options | None = None) -> ChatTurns:
         """Those of a tokenizer's chat template; ``system``: what stands in the role "system"; None: its own.
 
         Raises:
-            ValueError: a tokenizer without a chat template, or one whose template cannot be taken apart or does not
-                know the role "system".
+            ValueError: a tokenizer without a chat template, or one whose template cannot be taken apart, does not
+                know the role "system" or reads none of an option's name.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
@@ -53,12 +56,13 @@ class ChatTurns:
                 "its model. Put a chat_template.jinja beside it, or ask in plain lines: trailmark chat --plain, "
                 "trailmark evaluate without --chat."
             )
+        expect_options(tokenizer, options or {})
         begin = [] if system is None else [{"role": "system", "content": system}]
         asked = {"role": "user", "content": _ASKED}
         earlier = [{"role": "user", "content": _EARLIER}, {"role": "assistant", "content": _ANSWER}]
-        first, end = _around(_rendered(tokenizer, [*begin, asked], False), _ASKED)
-        first_too, whole = _around(_rendered(tokenizer, [*begin, asked], True), _ASKED)
-        later, _ = _around(_rendered(tokenizer, [*begin, *earlier, asked], True), _ASKED)
+        first, end = _around(_rendered(tokenizer, [*begin, asked], False, options), _ASKED)
+        first_too, whole = _around(_rendered(tokenizer, [*begin, asked], True, options), _ASKED)
+        later, _ = _around(_rendered(tokenizer, [*begin, *earlier, asked], True, options), _ASKED)
         following = _around(later, _ANSWER)[1]
         if first != first_too or not whole.startswith(end):
             end = ""  # a template that writes otherwise where an answer follows
@@ -97,29 +101,58 @@ class ChatTurns:
         return self.first.removeprefix(tokenizer.bos_token) if beginning(tokenizer) else self.first
 
 
+def expect_options(tokenizer: Any, options: Options) -> None:
+    """Raises ValueError for an option that the tokenizer's chat template does not read: transformers would drop it."""
+    known = _options_of(tokenizer) if options else set()
+    for name in options:
+        if name not in known:
+            own = " or ".join(sorted(known)) or "no option"
+            raise ValueError(
+                f"template: expected {own}, as the tokenizer's chat template reads it, got {brief(name)}. Leave it out."
+            )
+
+
+def _options_of(tokenizer: Any) -> set[str]:
+    """What a template reads that transformers does not give it."""
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    text = re.sub(
+        r"{%-?\s*(?:end)?generation\s*-?%}", "", tokenizer.get_chat_template()
+    )  # tags of transformers' own
+    try:
+        read = meta.find_undeclared_variables(environment.parse(text))
+    except TemplateError:  # which nothing can be written by
+        return set()
+    given = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+    return read - given - {*environment.globals, "messages", "raise_exception", "strftime_now"}
+
+
 def conversation(
-    messages: Sequence[Mapping[str, str]], tokenizer: Any, inside: bool = False
+    messages: Sequence[Mapping[str, str]],
+    tokenizer: Any,
+    inside: bool = False,
+    options: Options | None = None,
 ) -> tuple[Integers, Integers]:
     """The tokens of a whole conversation up to the landmark of its last turn, and those of the cue of its answer.
 
     Args:
         messages: "role" and "content" of each, as chat templates take them.
         inside: it stands behind a text: what begins a text (BOS) is left out.
+        options: of the template, which :func:`expect_options` has seen.
 
     Raises:
         ValueError: a template that refuses the conversation, or does not write each message once and as it is.
     """
     contents = [message["content"].strip() for message in messages]
     marked = [dict(message) | {"content": f"TURN-{n}-7c19"} for n, message in enumerate(messages)]
-    parts, order = _taken_apart(_rendered(tokenizer, marked, True), len(messages))
-    end, cue = _taken_apart(_rendered(tokenizer, marked, False), len(messages))[0][-1], parts[-1]
+    parts, order = _taken_apart(_rendered(tokenizer, marked, True, options), len(messages))
+    end, cue = _taken_apart(_rendered(tokenizer, marked, False, options), len(messages))[0][-1], parts[-1]
     if not cue.startswith(end):
         end = ""
     parts[-1], cue = _parted(end, cue[len(end) :])
     plain = not any(_spells_control(content, tokenizer) for content in contents)
     real = [dict(message) | {"content": own} for message, own in zip(messages, contents, strict=True)]
     contents = [contents[n] for n in order]
-    if plain and (whole := _rendered(tokenizer, real, True)).endswith(cue):
+    if plain and (whole := _rendered(tokenizer, real, True, options)).endswith(cue):
         # whatever the template does with contents: of earlier answers it may leave out what was thought
         parts, contents = [whole.removesuffix(cue)], []
     if inside and beginning(tokenizer):
@@ -168,9 +201,13 @@ def _spells_control(text: str, tokenizer: Any) -> bool:
     return any(token in text for token in tokenizer.convert_ids_to_tokens(sorted(control_ids(tokenizer))))
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], cue: bool) -> str:
+def _rendered(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], cue: bool, options: Options | None
+) -> str:
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=cue)
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=cue, **(options or {})
+        )
     except Exception as error:  # whatever a stranger's template raises
         way_out = (
             "Leave --system out." if messages[0]["role"] == "system" else "Ask in plain lines (--plain)."

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trailmark.data.chat import ChatTurns
+from trailmark.data.chat import ChatTurns, Options
 from trailmark.evaluation.generation import Sampling, pieces
 from trailmark.evaluation.subject import Subject
 from trailmark.models.reads import NOTHING, Read
@@ -48,12 +48,14 @@ class Conversation:
         system: what stands in the role "system"; None: what the template has.
         memory_tier: where keys and values of the memory lie.
         plain: a line for the question and one for the answer instead of the chat template.
+        template: options of the chat template.
 
     Attributes:
         names: of what reads ("group" or "layer"); None: the model reads nothing of its past.
 
     Raises:
-        ValueError: a tokenizer whose chat template cannot be used; no memory, a damaged one or another model's.
+        ValueError: a chat template that cannot be used, or does not read an option; no memory, a damaged one or
+            another model's.
     """
 
     def __init__(
@@ -65,10 +67,11 @@ class Conversation:
         system: str | None = None,
         memory_tier: str = "disk",
         plain: bool = False,
+        template: Options | None = None,
     ) -> None:
         self._model, self._tokenizer = subject.model, subject.tokenizer
         self._sampling = sampling or Sampling(max_new_tokens=256)
-        self._turns = ChatTurns.plain(system) if plain else ChatTurns.of(self._tokenizer, system)
+        self._turns = ChatTurns.plain(system) if plain else ChatTurns.of(self._tokenizer, system, template)
         self._ends = self._turns.ends(self._tokenizer, self._model)
         sources: list[dict[str, Any]] = []
         if memory is None:

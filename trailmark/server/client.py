@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from trailmark.data.chat import Options
 from trailmark.evaluation.chat import ReadChunk
 from trailmark.evaluation.generation import Sampling
 from trailmark.trace.passages import Passage
@@ -33,6 +34,7 @@ class RemoteConversation:
     Args:
         url: of the server, as "http://127.0.0.1:8000". model, memory: their names there. system: what the model is told
             before the first question. passages: how many are cited of each group. key: None: it asks for none.
+        template: options of the model's chat template.
 
     Raises:
         ValueError: no address.
@@ -48,6 +50,7 @@ class RemoteConversation:
         system: str | None = None,
         passages: int = 3,
         key: str | None = None,
+        template: Options | None = None,
     ) -> None:
         parts = _address(url)
         if parts is None:
@@ -63,6 +66,7 @@ class RemoteConversation:
         }
         self._body |= {} if sampling.top_p is None else {"top_p": sampling.top_p}
         self._body |= {} if memory is None else {"memory": memory}
+        self._body |= {"chat_template_kwargs": template} if template else {}
         self._messages = [] if system is None else [{"role": "system", "content": system}]
         self._retrieved: list[dict[str, Any]] = []
         self.names: str | None = "group"

@@ -132,6 +132,8 @@ class ChatRequest(_Generation):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+    # vLLM's: options that the model's chat template reads, as Qwen3's enable_thinking
+    chat_template_kwargs: Annotated[dict[str, bool | int | float | str], Field(max_length=16)] | None = None
     modalities: list[Literal["text"]] | None = None
     # refused by name where they ask for something
     tools: Annotated[list[Any], Field(max_length=0)] | None = None

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trailmark.data.chat import ChatTurns, answer_ends, control_ids, conversation
+from trailmark.data.chat import ChatTurns, answer_ends, control_ids, conversation, expect_options
 from trailmark.data.corpus import tokenize
 from trailmark.evaluation.subject import Subject
 from trailmark.models.causal_lm import fingerprint
@@ -106,8 +106,14 @@ class Served:
                 "messages",
                 "no_chat_template",
             )
+        tokenizer, options = self.subject.tokenizer, request.chat_template_kwargs or {}
         try:
-            asked, cue = conversation([m.in_template for m in messages], self.subject.tokenizer, begun)
+            expect_options(tokenizer, options)
+        except ValueError as error:
+            said = str(error).removeprefix("template")
+            raise RequestError(400, f"chat_template_kwargs{said}", "chat_template_kwargs") from error
+        try:
+            asked, cue = conversation([m.in_template for m in messages], tokenizer, begun, options)
         except ValueError as error:
             raise RequestError(
                 400,
