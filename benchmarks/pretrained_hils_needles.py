@@ -1,24 +1,18 @@
 """What SmolLM2-135M as a HiLS completes and answers of long texts, as converted and taught: sentences in books.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained_hils_needles.py [needles beyond recall layers few reading reader
-        focus words narrow shares]
+    TRAILMARK_DATA=... python benchmarks/pretrained_hils_needles.py [needles beyond recall layers few reading]
 
 Writes benchmarks/pretrained_hils_needles.json. Trained models are those of pretrained_train.py: of the parts "needles"
-and "beyond" ``--trained`` (hils), of "recall", "layers", "few" and "reading" its recall, further, few and longer, of
-"reader" its reader and of "shares" its reader-some and reader-none. The parts "focus", "words" and "narrow" ask the one
-whose additions lie in models/. Stopped, the same command goes on.
+and "beyond" ``--trained`` (hils), of "recall", "layers", "few" and "reading" its recall, further, few and longer.
+Stopped, the same command goes on.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,54 +35,30 @@ from pretrained_models import (
     FOLDER,
     KINDS_OF_TEXT,
     NUM_LAYERS,
-    READ,
-    READER,
-    READER_FIELDS,
-    READERS,
     TAUGHT,
     WINDOW,
     Losses,
     Text,
-    books,
-    far_base,
-    hils_of,
     latex,
     measure_parts,
     named,
-    on_short_texts,
     opened,
     parser_of,
-    shipped_reader,
-    subject,
+    taught_hils,
     trained,
-    weights_of,
+    training_of,
 )  # fmt: skip
-from pretrained_needles import Needles
+from pretrained_needles import TOGETHER, Needles
 
 from tests.smollm2 import smollm2
-from trailmark.data.corpus import tokenize
-from trailmark.data.needles.haystacks import Needle
-from trailmark.data.needles.tasks import Trial
 from trailmark.evaluation.far_layers import layer_types, measure_far_layers
-from trailmark.evaluation.needles.ask import Plan, num_haystacks
-from trailmark.evaluation.needles.askers import ReadingCost
-from trailmark.evaluation.needles.judging import summary
-from trailmark.evaluation.needles.suite import NeedleSettings
 from trailmark.evaluation.retrieval.run import row_of
-from trailmark.evaluation.subject import Subject
-from trailmark.files import read_json, write_json
-from trailmark.memory import ChunkCache
 from trailmark.models.conversion.convert import open_any_base
 from trailmark.report.console import Progress
 from trailmark.trace.losses import piece_losses
 from trailmark.training.config import load_run_config
-from trailmark.training.run import HISTORY_FILE
 
 OUTPUT = Path(__file__).with_suffix(".json")
-TOGETHER = 25  # needles in a text, each of which is asked for
-WORDS = ("sentences", "paraphrases")
-FOCUSES, SEED, ALONE = (32, 4), 1, 20  # of the part narrow, which asks for so many facts at each length
-QUESTION, WRITTEN, REPEATS = "The name of the house in which he was born is", 16, 3
 
 
 def needles(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -103,7 +73,7 @@ def needles(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         for length in options.needles:
             if folder.exists() and (model == "trained" or length <= 4096):
                 rows.append({"model": model} | asked.ask(folder, (), length))
-    return about(options) | {"rows": rows} | _training(options.trained)
+    return about(options) | {"rows": rows} | training_of(options.trained)
 
 
 def beyond(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -121,10 +91,10 @@ def beyond(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 def recall(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """The same of a base that learned with full attention on short texts, and then became a HiLS as it is."""
-    taught, hils = _taught(options, "recall")
+    taught, hils = taught_hils(options.folder, "recall")
     taught_on = load_run_config(taught / "run.yaml").training.context_length
     asked, rows = Needles(options, progress), list[dict[str, Any]]()
-    found = {"rows": rows, "trained_length": taught_on} | about(options) | _training(taught)
+    found = {"rows": rows, "trained_length": taught_on} | about(options) | training_of(taught)
     wide = ("num_retrieved_chunks=64",)
     models = (
         ("full attention, taught", taught, ()),
@@ -145,24 +115,16 @@ def recall(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return found
 
 
-def _taught(options: argparse.Namespace, kind: str) -> tuple[Path, Path]:
-    """What pretrained_train.py has made of the base, and a HiLS of it."""
-    taught = trained(options.folder, kind, 0, 0)
-    if not (taught / HISTORY_FILE).exists():
-        sys.exit(f"{taught} is not there. Train it: python benchmarks/pretrained_train.py {kind}")
-    return taught, hils_of(options.folder, taught)
-
-
 def layers(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Which layers look far, before and after the base was taught; and what it completes where those alone do."""
-    taught, _ = _taught(options, "recall")
+    taught, _ = taught_hils(options.folder, "recall")
     bases = {"base": smollm2(), "taught": taught}
     seen = {name: measure_far_layers(open_any_base(folder)) for name, folder in bases.items()}
     asked, rows, length = Needles(options, progress), list[dict[str, Any]](), options.layers_at
     found = (
         {"rows": rows, "length": length, "seen": {name: x._asdict() for name, x in seen.items()}}
         | about(options)
-        | _training(taught)
+        | training_of(taught)
     )
     assert tuple(seen["taught"].best(len(FAR_LAYERS))) == FAR_LAYERS
     sets: list[Sequence[int]] = [
@@ -192,7 +154,7 @@ def layers(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 def few(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """What a base that was taught with full attention in few layers knows as a HiLS, by where far keys stand."""
-    trainings = {kind: x for kind in TAUGHT[:-1] if (x := _training(trained(options.folder, kind, 0, 0)))}
+    trainings = {kind: x for kind in TAUGHT[:-1] if (x := training_of(trained(options.folder, kind, 0, 0)))}
     asked, rows, (near, *_) = Needles(options, progress), list[dict[str, Any]](), options.needles
     found = {"rows": rows, "layers": FAR_LAYERS, "trainings": trainings} | about(options)
     apart = Case("few", 16, FINE, f"{APART}")
@@ -204,7 +166,7 @@ def few(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     cases += [(apart, near, 1, options.singles)]
     cases += [(apart, length, TOGETHER, options.few) for length in options.far]
     for case, length, count, questions in cases:
-        taught, hils = _taught(options, case.taught)
+        taught, hils = taught_hils(options.folder, case.taught)
         folder = taught if case.chunks is None else hils
         row = asked.ask(folder, case.changes, length, together=count, questions=questions)
         rows.append(case._asdict() | {"together": count} | row)
@@ -231,7 +193,7 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
                 row = {"kind": kind, "layers": list(those), "reading": way, "texts": len(texts)}
                 losses.append(row | closed(last, ASKED))
                 keep(options.output, "reading", found)
-    found |= _training(trained(options.folder, TAUGHT[-1], 0, 0))
+    found |= training_of(trained(options.folder, TAUGHT[-1], 0, 0))
     asked, (near, *_) = Needles(options, progress), options.needles
     fine, exact = (Case("few", 16, summary, f"{APART}") for summary in (FINE, 1))
     farthest = exact._replace(taught=TAUGHT[-1])
@@ -246,7 +208,7 @@ def reading(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     cases += [(choosy, length, 1, options.singles) for length in options.farther]
     cases += [(farthest, length, 1, options.few) for length in options.longest]
     for case, length, count, questions in cases:
-        taught, hils = _taught(options, case.taught)
+        taught, hils = taught_hils(options.folder, case.taught)
         folder, changes = taught, case.changes
         if case.chunks is not None:
             folder, changes = hils, (*changes, "reading=windows")
@@ -270,199 +232,6 @@ def _last(losses: Sequence[Any]) -> Any:
     return np.array([own[-ASKED:].sum() for own in losses])
 
 
-def reader(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """A reader of long texts as docs/convert.md makes it, before and after one training on texts that hold facts."""
-    taught, hils = _taught(options, "reader")
-    models = {"as converted": hils_of(options.folder, far_base(options.folder)), "taught": hils}
-    asked, rows, (near, *_) = Needles(options, progress), list[dict[str, Any]](), options.needles
-    trained_length = load_run_config(taught / "run.yaml").training.context_length
-    how = {"fields": READER, "chunks": READ, "trained_length": trained_length}
-    found = {"rows": rows} | how | _training(taught)
-    known, texts_of = Losses(options.folder / "losses.json", progress), KINDS_OF_TEXT | {"books": books}
-    texts = {kind: of(tokenizer_of(options), near) for kind, of in texts_of.items()}
-    own = named(taught, WINDOW)
-    found["short"] = on_short_texts(known, base_of(options), own, texts, WINDOW // 2, "taught")
-    alone = {"taught": hils}
-    cases = [(near, together, options.questions, models, False, READ) for together in (TOGETHER, 1)]
-    cases += [(near, 1, options.singles, models, True, READ)]
-    cases += [(length, 1, options.few, models, False, READ) for length in options.far]
-    cases += [(length, 1, options.few, alone, False, READ) for length in options.longest]
-    cases += [
-        (length, 1, options.few, alone, False, fewer)
-        for fewer in options.fewer
-        for length in (*options.far, *options.longest)
-    ]
-    for length, together, questions, asked_ones, chat, chunks in cases:
-        for model, folder in asked_ones.items():
-            fields = (*READER, f"num_retrieved_chunks={chunks}")
-            row = asked.ask(folder, fields, length, chat, together, questions)
-            rows.append({"model": model, "together": together, "chat": chat, "chunks": chunks} | row)
-            keep(options.output, "reader", found)
-    return found
-
-
-def focus(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The reader in models/smollm2-135m-reader, whose questions focus on a few chunks; those asked are of "reader"."""
-    hils, fields = shipped_reader(options.folder), READER_FIELDS
-    asked, rows, speeds = Needles(options, progress), list[dict[str, Any]](), list[dict[str, Any]]()
-    how = {"fields": READER, "chunks": READ, "focus": options.focus, "written": WRITTEN}
-    found = {"rows": rows, "speeds": speeds} | how | about(options)
-    shipped = subject(hils, *fields)
-    cache = shipped.model.new_cache(num_tokens=max(options.timed, default=0))
-    for length in sorted(options.timed):
-        piece = torch.from_numpy(asked.text[cache.get_seq_length() : length].astype(np.int64))
-        shipped.model.read(piece[None], cache, progress=lambda n, _: progress.show(f"{n:,} read"))
-        for count in (None, options.focus):
-            speeds.append({"length": length, "focus": count} | _seconds_of_an_answer(shipped, cache, count))
-        keep(options.output, "focus", found)
-    for length in (*options.far, *options.longest):
-        own = (*fields, f"num_focus_chunks={options.focus}")
-        rows.append(asked.ask(hils, own, length, questions=options.few))
-        keep(options.output, "focus", found)
-    return found
-
-
-@torch.no_grad()
-def _seconds_of_an_answer(asked: Subject, cache: ChunkCache, count: int | None) -> dict[str, float]:
-    """Of a question to a memory, until its first token and for each of WRITTEN more."""
-    model = asked.model
-    model.config.num_focus_chunks = count  # a memory depends on nothing of it
-    ids = torch.tensor([tokenize([QUESTION], asked.tokenizer)])
-    firsts, others = [], []
-    for _ in range(REPEATS):
-        branch, began = cache.branch(), time.perf_counter()
-        model.focus(ids, branch)
-        token = (
-            model(ids, past_key_values=branch, close_chunk=True, logits_to_keep=1).logits[:, -1].argmax(-1)
-        )
-        first = time.perf_counter()
-        for _ in range(WRITTEN):
-            token = model(token[:, None], past_key_values=branch, logits_to_keep=1).logits[:, -1].argmax(-1)
-        firsts.append(first - began)
-        others.append((time.perf_counter() - first) / WRITTEN)
-    return {"first": median(firsts), "each": median(others)}
-
-
-def words(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The same reader with a focus, asked in the words of each format, of one fact in a text and of many."""
-    models = {
-        "as converted": hils_of(options.folder, far_base(options.folder)),
-        "taught": shipped_reader(options.folder),
-    }
-    fields = (*READER_FIELDS, f"num_focus_chunks={options.focus}")
-    asked, rows, (near, *_) = Needles(options, progress), list[dict[str, Any]](), options.needles
-    found = {"rows": rows, "fields": READER, "chunks": READ, "focus": options.focus} | about(options)
-    cases = [(near, together, format, False) for together in (1, TOGETHER) for format in WORDS]
-    cases += [(near, 1, "paraphrases", True)]
-    cases += [(length, TOGETHER, format, False) for length in options.far for format in WORDS]
-    cases += [(length, 1, "paraphrases", chat) for length in options.far for chat in (False, True)]
-    for length, together, format, chat in cases:
-        alone = options.singles if length == near else options.few
-        many = options.questions if length == near else TOGETHER
-        for model, folder in models.items():
-            if model == "taught" or (length, together) == (near, 1):
-                count = alone if together == 1 else many
-                row = asked.ask(folder, fields, length, chat, together, count, format)
-                rows.append({"model": model, "together": together, "format": format, "chat": chat} | row)
-                keep(options.output, "words", found)
-    return found
-
-
-def narrow(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The same reader asked for facts in other words, by how few chunks a question keeps to: of one, and of many.
-
-    32 was chosen before; 4 by twenty questions of "words" in 65,536 tokens, of which 15 were right with 32. The single
-    ones here are of another seed, the many the questions of "words".
-    """
-    asked = subject(shipped_reader(options.folder), *READER_FIELDS)
-    needles, rows, folder = Needles(options, progress), list[dict[str, Any]](), shipped_reader(options.folder)
-    many = [
-        {"focus": count, "chat": False, "format": format}
-        | needles.ask(
-            folder,
-            (*READER_FIELDS, f"num_focus_chunks={count}"),
-            options.needles[0],
-            together=TOGETHER,
-            format=format,
-        )
-        for format in WORDS
-        for count in FOCUSES
-    ]
-    found = {"rows": rows, "many": many, "fields": READER, "chunks": READ, "seed": SEED} | about(options)
-    file, hils = options.folder / "narrow.json", weights_of(folder)
-    known: dict[str, list[dict[str, Any]]] = read_json(file) or {}
-    plan_of = partial(NeedleSettings, format="paraphrases", needles=1, sight="window", seed=SEED)
-    for length in options.narrow:
-        plans = [Plan.of(asked, plan_of((length,), chat=chat), needles.text) for chat in (False, True)]
-        haystacks, lines = num_haystacks(length, ALONE), list[dict[str, Any]]()
-        for number in range(haystacks):
-            facts = ALONE * (number + 1) // haystacks - ALONE * number // haystacks
-            progress.show(f"{length:,} tokens, haystack {number + 1} of {haystacks}")
-            key = f"{hils[:12]} {READER_FIELDS} | {length} | {number} of {haystacks}, {facts} facts | {SEED} {FOCUSES}"
-            if key not in known:
-                known[key] = _in_each_focus(asked, plans, length, number, facts)
-                write_json(file, known)
-            lines += known[key]
-        for chat, focus in product((False, True), FOCUSES):
-            own = [line for line in lines if (line["chat"], line["focus"]) == (chat, focus)]
-            first = [line["correct"] for line in own if line["number_first"]]
-            row = {"length": length, "format": "paraphrases", "chat": chat, "focus": focus}
-            row |= {"number_first": len(first), "number_first_correct": sum(first)}
-            rows.append(row | {name: x for name, x in summary(own).items() if name != "asked"})
-        keep(options.output, "narrow", found)
-    return found
-
-
-@torch.no_grad()
-def _in_each_focus(
-    asked: Subject, plans: Sequence[Plan], length: int, number: int, trials: int
-) -> list[dict[str, Any]]:
-    """Lines of each fact in a haystack, asked for by each plan with each focus, on which no memory depends."""
-    haystack, asker = plans[0].haystack(length, number), plans[0].asker(length)
-    laid = [plan.lay(length, number, [None], trials)[None] for plan in plans]
-    lines: list[dict[str, Any]] = []
-    with asker.reading(haystack, ReadingCost(), lambda tokens: None) as read:
-        for trial, *others in zip(*laid, strict=True):
-            (needle,) = trial.needles
-            assert all(_place(other.needles[0]) == _place(needle) for other in others)
-            with asker.holding(read, haystack, trial.needles, ReadingCost(), lambda tokens: None) as held:
-                for (plan, own), count in product(zip(plans, (trial, *others), strict=True), FOCUSES):
-                    asked.model.config.num_focus_chunks = count
-                    (line,) = plan.ask(asker, held, own, ReadingCost())
-                    way = {"chat": plan.settings.chat, "focus": count}
-                    lines.append(line | way | {"number_first": _number_first(trial, asked.tokenizer)})
-    return lines
-
-
-def _number_first(trial: Trial, tokenizer: Any) -> bool:
-    """Whether the fact names the number before whose it is, a name of two words with a hyphen."""
-    told, number = tokenizer.decode(trial.needles[0].tokens), trial.questions[0].text
-    assert number in told
-    return "-" in told.partition(number)[2]
-
-
-def _place(needle: Needle) -> tuple[int, list[int]]:
-    return needle.start, needle.tokens.tolist()
-
-
-def shares(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """What the reader's training gives with facts in fewer of its texts; the questions are of "reader"."""
-    asked, rows, (near, *_) = Needles(options, progress), list[dict[str, Any]](), options.needles
-    found = {"rows": rows, "chunks": READ} | about(options)
-    kinds = [
-        kind
-        for kind in READERS
-        if kind != "reader" and (trained(options.folder, kind, 0, 0) / HISTORY_FILE).exists()
-    ]
-    for kind in kinds or ("reader-some",):  # which is then named, as not there
-        taught, hils = _taught(options, kind)
-        for together in (TOGETHER, 1):
-            row = asked.ask(hils, READER_FIELDS, near, together=together, questions=options.questions)
-            rows.append({"share": READERS[kind], "together": together} | _training(taught) | row)
-            keep(options.output, "shares", found)
-    return found
-
-
 class Case(NamedTuple):
     """A model of the part few."""
 
@@ -482,14 +251,8 @@ class Case(NamedTuple):
         return f"num_retrieved_chunks={self.chunks}", *own
 
 
-def _training(folder: Path) -> dict[str, Any]:
-    history = read_json(folder / HISTORY_FILE)
-    return {} if history is None else {f"trained_{name}": history[name] for name in ("tokens", "seconds")}
-
-
 PARTS = {
     "needles": needles, "beyond": beyond, "recall": recall, "layers": layers, "few": few, "reading": reading,
-    "reader": reader, "focus": focus, "words": words, "narrow": narrow, "shares": shares,
 }  # fmt: skip
 
 
@@ -512,33 +275,12 @@ def main() -> None:
         type=int,
         nargs="*",
         default=(),
-        help="at which one model alone is asked, in the parts reading and reader",
-    )
-    parser.add_argument(
-        "--fewer",
-        type=int,
-        nargs="*",
-        default=(),
-        help=f"chunks that a token reads in place of {READ} at the lengths of --far and --longest, in the part reader",
-    )
-    parser.add_argument("--focus", type=int, default=32, help="num_focus_chunks, in the part focus")
-    parser.add_argument(
-        "--timed",
-        type=int,
-        nargs="*",
-        default=(16_384, 65_536, 262_144),
-        help="tokens behind which an answer is timed",
-    )
-    parser.add_argument(
-        "--narrow", type=int, nargs="*", default=(65_536,), help="lengths of texts in the part narrow"
+        help="at which one model alone is asked, in the part reading",
     )
     parser.add_argument("--needles", type=int, nargs="+", default=(4096, 65_536), help="lengths of texts")
     parser.add_argument("--questions", type=int, default=100, help="about needles, at each length")
     parser.add_argument(
-        "--singles",
-        type=int,
-        default=20,
-        help="about a text's only needle, in the part recall; through the chat template, in the part reader",
+        "--singles", type=int, default=20, help="about a text's only needle, in the part recall"
     )
     parser.add_argument(
         "--few", type=int, default=8, help="questions at the lengths of --far, of taught models"

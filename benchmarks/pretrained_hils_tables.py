@@ -4,82 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pretrained_tables import ASKED, nats, short_texts
-from tables import RIGHT, Columns, Row, between, on_machine, record, table
-
-
-def _known() -> dict[str, Row]:
-    """Of each part that was measured."""
-    return record("pretrained_hils") | record("pretrained_hils_needles")
+from pretrained_tables import nats
+from tables import RIGHT, Columns, Row, between, of_parts, record, table
 
 
 def text() -> str:
     """What was measured; a part that was not is left out."""
-    known = _known()
-    blocks = [
-        on_machine(make(known[part]["results"]), known[part]["environment"])
-        for part, make in _PARTS.items()
-        if part in known
-    ]
-    return "\n\n".join(blocks)
-
-
-def summary() -> str:
-    """What it gives back untrained, and what the reader completes: for those who have read nothing else yet."""
-    parts = {name: part["results"] for name, part in _known().items()}
-    rows, reader, kept = parts["losses"]["rows"], parts["reader"], parts["focus"]
-    (row,) = (x for x in rows if (x["kind"], x["length"], x["chunks"]) == ("LaTeX", 4096, rows[0]["chunks"]))
-    closed, about = between("closed", ".2f").format(**row), parts["losses"]
-    chat = {x["model"]: _right(x) for x in reader["rows"] if x["chat"]}
-    return (
-        f"By `--to hils` alone, where every layer and token chooses {row['chunks']} chunks of {about['chunk_size']} "
-        f"tokens, untrained SmolLM2-135M gives back {closed} of what a window of {about['window']} loses to full "
-        f"attention on LaTeX at {row['length']:,} tokens ({row['texts']} held-out texts). With `--far-layers 7 "
-        "reading=windows` it reads a long text at one speed. A sentence with a number hides in a book and is to be "
-        "completed; right answers, by the book's length:\n\n"
-        f"{_single_sentences(reader, kept['rows'])}\n\n"
-        f"*Taught*: its base, for {reader['trained_seconds'] / 60:.0f} minutes of a core on texts of "
-        f"{reader['trained_length']:,} tokens ([its additions](models/smollm2-135m-reader/README.md)). *With a focus*, "
-        f"which `reading=windows` sets and the other columns are without: question and answer keep to the "
-        f"{kept['focus']} chunks that the question looks at most and those beside them; some of the longest text's "
-        "questions had a part in choosing the number. "
-        "Asked through the chat template, in 4,096 tokens and without a focus, the untaught one answers "
-        f"{chat['as converted']}, the taught one {chat['taught']}. {_in_other_words(parts['narrow'])} "
-        "How it is done: [docs/convert.md](docs/convert.md); all numbers: [docs/pretrained.md](docs/pretrained.md)."
-    )
-
-
-def _in_other_words(found: Row) -> str:
-    by_focus = {
-        focus: " and ".join(_right(row) for row in found["rows"] if row["focus"] == focus)
-        for focus in dict.fromkeys(row["focus"] for row in found["rows"])
-    }
-    (wide, of_wide), (narrow, of_narrow) = by_focus.items()
-    return (
-        f"Asked for a fact in other words than its training's, in {found['rows'][0]['length']:,} tokens, it answers "
-        f"{of_narrow} questions in a line and through the template with a focus of {narrow} chunks, {of_wide} with "
-        f"{wide}."
-    )
-
-
-def _right(row: Row) -> str:
-    return f"{row['correct']} of {row['questions']}"
-
-
-def _single_sentences(reader: Row, focused: list[Row]) -> str:
-    """By the length of the text: one sentence, which is to be completed."""
-    names = "as converted", "taught", "taught, with a focus"
-    asked = [row | {"model": names[-1]} for row in focused]
-    asked += [
-        x for x in reader["rows"] if (x["together"], x["chat"], x["chunks"]) == (1, False, reader["chunks"])
-    ]
-    rows: dict[int, Row] = {}
-    for row in asked:
-        own = rows.setdefault(row["length"], {"length": row["length"]} | dict.fromkeys(names, "-"))
-        own[row["model"]] = _right(row)
-    columns: Columns = {"tokens": "{length:,}"}
-    columns |= {name: f"{{{name}}}" for name in names}
-    return table(columns, [rows[length] for length in sorted(rows)])
+    return of_parts(record("pretrained_hils") | record("pretrained_hils_needles"), _PARTS)
 
 
 _OF_HILS: Columns = {
@@ -257,79 +188,6 @@ def _reading_text(found: Row) -> str:
     )
 
 
-def reader_text() -> str:
-    """Of it the reader, for the card of what was trained."""
-    found = _known()["reader"]
-    return on_machine(_reader_text(found["results"]), found["environment"])
-
-
-def _reader_text(found: Row) -> str:
-    columns: Columns = {"model": "{model}", "needles": "{together}", "chunks": "{chunks}"}
-    # speeds were measured beside other work
-    columns |= ASKED | {name: of for name, of in _NEEDLES.items() if name not in ("model", "tokens/s")}
-    minutes = found["trained_seconds"] / 60
-    return (
-        f"**A reader** (`--far-layers 7`, `{' '.join(found['fields'])}`, and `num_retrieved_chunks` as *chunks* says): "
-        "sentences in a book, each of which is to be completed, or asked for through the chat template, as half of "
-        f"the training's questions are. *Taught*: adapters (rank 8) on {found['trained_tokens']:,} tokens in texts of "
-        f"{found['trained_length']:,}, all of which hold facts and questions in other words than these, in "
-        f"{minutes:.0f} minutes of a core, one seed:\n\n"
-        f"{table(columns, found['rows'])}\n\n{short_texts(found['short'], 'taught', 'taught')}"
-    )
-
-
-def _focus_text(found: Row) -> str:
-    asked = {name: _NEEDLES[name] for name in ("tokens", "questions", "right", "chunk read")}
-    speeds: Columns = {
-        "tokens": "{length:,}",
-        "num_focus_chunks": lambda row: "-" if row["focus"] is None else str(row["focus"]),
-        "first token": "{first:.2f} s",
-        "each further": "{each:.2f} s",
-    }
-    return (
-        f"**A focus** (`num_focus_chunks={found['focus']}`): the same questions, to be completed, put to the same "
-        f"reader, taught and with {found['chunks']} chunks:\n\n{table(asked, found['rows'])}\n\n"
-        f"Seconds from a question to its answer's first token, and for each of {found['written']} further ones, the "
-        f"median of three:\n\n{table(speeds, found['speeds'])}"
-    )
-
-
-def _words_text(found: Row) -> str:
-    columns: Columns = {"model": "{model}", "a fact is told": lambda row: _WORDS[row["format"]]}
-    columns |= {"needles": "{together}"} | ASKED
-    columns |= {name: _NEEDLES[name] for name in ("tokens", "questions", "right", "chunk read")}
-    return (
-        f"**In other words**: the same reader with a focus of {found['focus']} chunks, asked for facts that "
-        "are all told by one sentence, or each in one of eight ways; the training showed none of these, nor of the six "
-        "questions:\n\n"
-        f"{table(columns, found['rows'])}"
-    )
-
-
-def _narrow_text(found: Row) -> str:
-    columns: Columns = {"num_focus_chunks": "{focus}"}
-    columns |= ASKED | {name: _NEEDLES[name] for name in ("tokens", "questions", "right", "chunk read")}
-    first: Columns = {"number told first": "{number_first}", "of these right": "{number_first_correct}"}
-    told: Columns = {"a fact is told": lambda row: _WORDS[row["format"]]}
-    return (
-        "**How narrow a focus**: the same reader, asked for single facts of another seed, each told in one of eight "
-        f"ways. *Number told first*: facts that say the number before the name.\n\n"
-        f"{table(columns | first, found['rows'])}\n\n"
-        f"Of {found['many'][0]['needles']} facts in a text, the questions of the table before:\n\n"
-        f"{table(told | columns, found['many'])}"
-    )
-
-
-def _shares_text(found: Row) -> str:
-    columns: Columns = {"texts with facts": "{share:.0%}", "needles": "{together}"}
-    columns |= {name: _NEEDLES[name] for name in ("tokens", "questions", "right", "chunk read")}
-    tokens = found["rows"][0]["trained_tokens"]
-    return (
-        f"Trained as the reader on as many tokens ({tokens:,}), but with facts in fewer of the texts; the same "
-        f"questions, to be completed, with {found['chunks']} chunks:\n\n{table(columns, found['rows'])}"
-    )
-
-
 def _along_text(found: Row) -> str:
     columns: Columns = {
         "after tokens": lambda row: (
@@ -345,7 +203,6 @@ def _along_text(found: Row) -> str:
     )
 
 
-_WORDS = {"sentences": "by one sentence", "paraphrases": "in one of eight ways"}
 _NEEDLES: Columns = {
     "model": "{model}",
     "tokens": "{length:,}",
@@ -373,10 +230,5 @@ _PARTS: dict[str, Callable[[Row], str]] = {
     "layers": _layers_text,
     "few": _few_text,
     "reading": _reading_text,
-    "reader": _reader_text,
-    "focus": _focus_text,
-    "words": _words_text,
-    "narrow": _narrow_text,
-    "shares": _shares_text,
     "along": _along_text,
 }

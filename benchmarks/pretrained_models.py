@@ -19,7 +19,7 @@ from trailmark.data.corpus import Tokens, read_text, standard_library_texts, tok
 from trailmark.evaluation.losses import token_losses
 from trailmark.evaluation.subject import Subject, load, own_device
 from trailmark.files import read_json, sha256_of, write_json
-from trailmark.machine import fast_precision
+from trailmark.machine import fast_precision, start_again_set_up
 from trailmark.models.conversion.convert import convert
 from trailmark.models.drt.config import DRTConfig
 from trailmark.report.console import Progress
@@ -117,6 +117,7 @@ def measure_parts(
     called: Callable[[str], str] = str,
 ) -> None:
     """The parts that were asked for, each kept when it is done; ``called``: by which name."""
+    start_again_set_up()  # as the commands do
     options.folder.mkdir(parents=True, exist_ok=True)
     progress = Progress()
     for part in options.parts or parts:
@@ -181,6 +182,20 @@ def hils_of(folder: Path, taught: Path) -> Path:
     if not made.exists():
         convert(taught, made, "hils")
     return made
+
+
+def taught_hils(folder: Path, kind: str) -> tuple[Path, Path]:
+    """What pretrained_train.py has made of the base, and a HiLS of it."""
+    taught = trained(folder, kind, 0, 0)
+    if not (taught / HISTORY_FILE).exists():
+        sys.exit(f"{taught} is not there. Train it: python benchmarks/pretrained_train.py {kind}")
+    return taught, hils_of(folder, taught)
+
+
+def training_of(folder: Path) -> dict[str, Any]:
+    """The tokens and seconds of a training; of what was not trained nothing."""
+    history = read_json(folder / HISTORY_FILE)
+    return {} if history is None else {f"trained_{name}": history[name] for name in ("tokens", "seconds")}
 
 
 def shipped_reader(folder: Path) -> Path:

@@ -41,6 +41,7 @@ from trailmark.training.config import load_run_config
 from trailmark.training.run import HISTORY_FILE
 
 FACTORS = (1, 2, 4, 8, 16, 32)  # of the training length, for Landmark
+TOGETHER = 25  # needles in a text, each of which is asked for
 _LONGEST_BASE = 8192
 _CELL = 504  # tokens that Landmark sees beside what it retrieves
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import groupby
 
 from pretrained_references import RULES
-from tables import RIGHT, Columns, Row, between, machine, on_machine, record, table
+from tables import RIGHT, Columns, Row, between, on_machine, one_after_another, record, table
 
 
 def start_text() -> str:
@@ -55,15 +54,14 @@ _LOSSES: Columns = {
 
 def trained_text() -> str:
     """What was measured of the trained models; a part that was not is left out."""
-    blocks: list[tuple[Row, str]] = []  # where, and what was measured there
+    blocks: list[tuple[str, Row]] = []
     for part, make in _TRAINED.items():
         for name, found in record("pretrained").items():
             of, _, others = name.partition(",")
             text = _OTHERS.get(part) if others else make
             if of == part and text is not None:
-                blocks.append((found["environment"], text(found["results"])))
-    there = [[*same] for _, same in groupby(blocks, key=lambda block: machine(block[0]))]
-    return "\n\n".join(on_machine("\n\n".join(text for _, text in same), same[0][0]) for same in there)
+                blocks.append((text(found["results"]), found["environment"]))
+    return one_after_another(blocks)
 
 
 _GAP: Columns = {

@@ -21,6 +21,7 @@ import learning_tables
 import papers
 import parted_reading
 import pretrained_hils_tables
+import pretrained_reader_tables
 import pretrained_tables
 import protocols
 import reading_tables
@@ -443,7 +444,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "demo": demo_summary,
         "planted": billion.readme_line,
         "learning": learning_tables.summary_text,
-        "hils": pretrained_hils_tables.summary,
+        "reader": pretrained_reader_tables.summary,
         "gpu": gpu_line,
     },
     "docs/kernels.md": {"gpu": gpu_summary},
@@ -499,9 +500,10 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
     "docs/pretrained.md": {
         "start": pretrained_tables.start_text,
         "hils": pretrained_hils_tables.text,
+        "reader": pretrained_reader_tables.text,
         "trained": pretrained_tables.trained_text,
     },
-    "models/smollm2-135m-reader/README.md": {"reader": pretrained_hils_tables.reader_text},
+    "models/smollm2-135m-reader/README.md": {"reader": pretrained_reader_tables.reader_text},
 }
 
 

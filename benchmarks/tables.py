@@ -7,7 +7,8 @@ the row. Besides Python's own formats there are those of ``KINDS``: ``"{seconds[
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,18 @@ def on_machine(text: str, *where: Row) -> str:
     """A text, and under it what it was measured on: one machine, or all that its numbers are of."""
     machines = sorted({machine(own) for own in where})
     return f"{text}\n\nMachine{'s' * (len(machines) > 1)}: {'; '.join(machines)}."
+
+
+def one_after_another(blocks: Iterable[tuple[str, Row]]) -> str:
+    """Texts, each with where it was measured, which is said once where several that follow each other are of one."""
+    there = [[*same] for _, same in groupby(blocks, key=lambda block: machine(block[1]))]
+    return "\n\n".join(on_machine("\n\n".join(text for text, _ in same), same[0][1]) for same in there)
+
+
+def of_parts(known: Mapping[str, Row], parts: Mapping[str, Callable[[Row], str]]) -> str:
+    """The texts of what was measured, in the order of ``parts``; one that was not is left out."""
+    measured = ((make, known[part]) for part, make in parts.items() if part in known)
+    return one_after_another((make(found["results"]), found["environment"]) for make, found in measured)
 
 
 def record(name: str) -> dict[str, Any]:

@@ -1,0 +1,332 @@
+"""The reader of long texts in models/smollm2-135m-reader: how it was taught, and how few chunks a question keeps to.
+
+    TRAILMARK_DATA=... python benchmarks/pretrained_reader.py [reader words focus times shares]
+
+Writes benchmarks/pretrained_reader.json. The parts "reader" and "shares" ask what pretrained_train.py makes (reader,
+reader-some and reader-none), the others the model whose additions lie in models/. Stopped, the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from common import keep
+from pretrained_hils import about, base_of, tokenizer_of
+from pretrained_models import (
+    KINDS_OF_TEXT,
+    READ,
+    READER,
+    READER_FIELDS,
+    READERS,
+    WINDOW,
+    Losses,
+    books,
+    far_base,
+    hils_of,
+    measure_parts,
+    named,
+    on_short_texts,
+    parser_of,
+    shipped_reader,
+    subject,
+    taught_hils,
+    trained,
+    training_of,
+    weights_of,
+)  # fmt: skip
+from pretrained_needles import TOGETHER, Needles
+
+from trailmark.data.corpus import Tokens, tokenize
+from trailmark.data.needles.tasks import Trial
+from trailmark.evaluation.needles.ask import Plan, num_haystacks
+from trailmark.evaluation.needles.askers import ReadingCost
+from trailmark.evaluation.needles.judging import summary
+from trailmark.evaluation.needles.suite import NeedleSettings
+from trailmark.evaluation.subject import Subject
+from trailmark.files import read_json, write_json
+from trailmark.memory import ChunkCache
+from trailmark.report.console import Progress
+from trailmark.training.config import load_run_config
+from trailmark.training.run import HISTORY_FILE
+
+OUTPUT = Path(__file__).with_suffix(".json")
+WORDS = ("sentences", "paraphrases")
+WIDE, FOCUSES = 32, (32, 4)  # chunks: the first is what was chosen before
+SEED, ALONE, HAYSTACKS = (
+    1,
+    20,
+    2,
+)  # of the part focus: so many facts of each format, in so many haystacks at most
+QUESTION, WRITTEN, REPEATS = "The name of the house in which he was born is", 16, 3
+
+
+def reader(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """A reader of long texts as docs/convert.md makes it, before and after one training on texts that hold facts."""
+    taught, hils = taught_hils(options.folder, "reader")
+    models = {"as converted": hils_of(options.folder, far_base(options.folder)), "taught": hils}
+    asked, rows, near = Needles(options, progress), list[dict[str, Any]](), options.needles
+    trained_length = load_run_config(taught / "run.yaml").training.context_length
+    how = {"fields": READER, "chunks": READ, "trained_length": trained_length}
+    found = {"rows": rows} | how | training_of(taught)
+    known, texts_of = Losses(options.folder / "losses.json", progress), KINDS_OF_TEXT | {"books": books}
+    texts = {kind: of(tokenizer_of(options), near) for kind, of in texts_of.items()}
+    own = named(taught, WINDOW)
+    found["short"] = on_short_texts(known, base_of(options), own, texts, WINDOW // 2, "taught")
+    alone = {"taught": hils}
+    cases = [(near, together, options.questions, models, False, READ) for together in (TOGETHER, 1)]
+    cases += [(near, 1, options.singles, models, True, READ)]
+    cases += [(length, 1, options.few, models, False, READ) for length in options.far]
+    cases += [(length, 1, options.few, alone, False, READ) for length in options.longest]
+    cases += [
+        (length, 1, options.few, alone, False, fewer)
+        for fewer in options.fewer
+        for length in (*options.far, *options.longest)
+    ]
+    for length, together, questions, asked_ones, chat, chunks in cases:
+        for model, folder in asked_ones.items():
+            fields = (*READER, f"num_retrieved_chunks={chunks}")
+            row = asked.ask(folder, fields, length, chat, together, questions)
+            rows.append({"model": model, "together": together, "chat": chat, "chunks": chunks} | row)
+            keep(options.output, "reader", found)
+    return found
+
+
+def times(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Seconds of an answer behind a text, without a focus and with one."""
+    asked, text = subject(shipped_reader(options.folder), *READER_FIELDS), Needles(options, progress).text
+    rows = list[dict[str, Any]]()
+    cache = asked.model.new_cache(num_tokens=max(options.timed))
+    for length in sorted(options.timed):
+        piece = torch.from_numpy(text[cache.get_seq_length() : length].astype("int64"))
+        asked.model.read(piece[None], cache, progress=lambda n, _: progress.show(f"{n:,} read"))
+        for count in (None, WIDE):
+            rows.append({"length": length, "focus": count} | _seconds_of_an_answer(asked, cache, count))
+        keep(options.output, "times", found := about(options) | {"rows": rows, "written": WRITTEN})
+    return found
+
+
+@torch.no_grad()
+def _seconds_of_an_answer(asked: Subject, cache: ChunkCache, count: int | None) -> dict[str, float]:
+    """Of a question to a memory, until its first token and for each of WRITTEN more."""
+    model = asked.model
+    model.config.num_focus_chunks = count  # a memory depends on nothing of it
+    ids = torch.tensor([tokenize([QUESTION], asked.tokenizer)])
+    firsts, others = [], []
+    for _ in range(REPEATS):
+        branch, began = cache.branch(), time.perf_counter()
+        model.focus(ids, branch)
+        token = (
+            model(ids, past_key_values=branch, close_chunk=True, logits_to_keep=1).logits[:, -1].argmax(-1)
+        )
+        first = time.perf_counter()
+        for _ in range(WRITTEN):
+            token = model(token[:, None], past_key_values=branch, logits_to_keep=1).logits[:, -1].argmax(-1)
+        firsts.append(first - began)
+        others.append((time.perf_counter() - first) / WRITTEN)
+    return {"first": median(firsts), "each": median(others)}
+
+
+def words(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The same reader with a focus, asked in the words of each format, of one fact in a text and of many."""
+    models = {
+        "as converted": hils_of(options.folder, far_base(options.folder)),
+        "taught": shipped_reader(options.folder),
+    }
+    fields = (*READER_FIELDS, f"num_focus_chunks={options.focus}")
+    asked, rows, near = Needles(options, progress), list[dict[str, Any]](), options.needles
+    found = {"rows": rows, "fields": READER, "chunks": READ, "focus": options.focus} | about(options)
+    cases = [(near, together, format, False) for together in (1, TOGETHER) for format in WORDS]
+    cases += [(near, 1, "paraphrases", True)]
+    cases += [(length, TOGETHER, format, False) for length in options.far for format in WORDS]
+    cases += [(length, 1, "paraphrases", chat) for length in options.far for chat in (False, True)]
+    for length, together, format, chat in cases:
+        alone = options.singles if length == near else options.few
+        many = options.questions if length == near else TOGETHER
+        for model, folder in models.items():
+            if model == "taught" or (length, together) == (near, 1):
+                count = alone if together == 1 else many
+                row = asked.ask(folder, fields, length, chat, together, count, format)
+                rows.append({"model": model, "together": together, "format": format, "chat": chat} | row)
+                keep(options.output, "words", found)
+    return found
+
+
+def focus(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The same reader by how few chunks a question keeps to: single facts in long texts, and many in short ones.
+
+    32 was chosen by ten sentences; 4 by twenty questions in other words in 65,536 tokens, of which 15 were right with
+    32. The single facts here are of another seed, the many the questions of "words".
+    """
+    folder = shipped_reader(options.folder)
+    needles = Needles(options, progress)
+    many = [
+        {"focus": count, "chat": False, "format": format}
+        | needles.ask(
+            folder,
+            (*READER_FIELDS, f"num_focus_chunks={count}"),
+            options.needles,
+            together=TOGETHER,
+            format=format,
+        )
+        for format in WORDS
+        for count in FOCUSES
+    ]
+    alone = Alone(options.folder, needles.text, progress)
+    rows = list[dict[str, Any]]()
+    for length, count in zip(options.longest, options.facts, strict=True):
+        lines = alone.ask(length, count)
+        for (format, chat), count in product(ASKED, FOCUSES):
+            own = [x for x in lines if (x["format"], x["chat"], x["focus"]) == (format, chat, count)]
+            row = {"length": length, "format": format, "chat": chat, "focus": count}
+            rows.append(row | {name: x for name, x in summary(own).items() if name != "asked"})
+        found = {"rows": rows, "many": many, "fields": READER, "chunks": READ, "seed": SEED}
+        keep(options.output, "focus", found | about(options))
+    return found | about(options)
+
+
+# facts of one format are hidden once, and asked for in one way or two
+ASKED = (("paraphrases", False), ("paraphrases", True), ("sentences", False))
+
+
+class Alone:
+    """Single facts in haystacks that are read once for all of them; a file keeps what is known of each fact."""
+
+    def __init__(self, folder: Path, text: Tokens, progress: Progress) -> None:
+        self.file, self.text, self.progress = folder / "focus.json", text, progress
+        self.known: dict[str, list[dict[str, Any]]] = read_json(self.file) or {}
+        self.asked = subject(shipped_reader(folder), *READER_FIELDS)
+        self.name = f"{weights_of(shipped_reader(folder))[:12]} {READER_FIELDS}"
+
+    @torch.no_grad()
+    def ask(self, length: int, count: int) -> list[dict[str, Any]]:
+        """A line for each of ``count`` facts of each format, way to ask for it and focus."""
+        haystacks, lines = min(HAYSTACKS, num_haystacks(length, count)), list[dict[str, Any]]()
+        for number in range(haystacks):
+            facts = count * (number + 1) // haystacks - count * number // haystacks
+            name = f"{length:,} tokens, haystack {number + 1} of {haystacks}"
+            key = f"{self.name} | {length} | {number} of {haystacks} | {SEED} {FOCUSES}"
+            keys = {(format, fact): f"{key} | {format} {fact}" for fact in range(facts) for format in WORDS}
+            if missing := [asked for asked, key in keys.items() if key not in self.known]:
+                for asked, found in self._in_haystack(length, number, missing, name):
+                    # another process may have written meanwhile
+                    self.known = (read_json(self.file) or {}) | self.known | {keys[asked]: found}
+                    write_json(self.file, self.known)
+            lines += [line for key in keys.values() for line in self.known[key]]
+        return lines
+
+    def _in_haystack(
+        self, length: int, number: int, facts: Sequence[tuple[str, int]], name: str
+    ) -> Iterator[tuple[tuple[str, int], list[dict[str, Any]]]]:
+        """Lines of each of ``facts``, of a format and a number; no memory depends on the focus."""
+        plans = self._plans(length)
+        first, own_length = next(iter(plans.values()))
+        haystack, asker, model = first.haystack(own_length, number), first.asker(own_length), self.asked.model
+        laid = {way: plan.lay(n, number, [None], facts[-1][1] + 1)[None] for way, (plan, n) in plans.items()}
+        with asker.reading(
+            haystack, ReadingCost(), lambda n: self.progress.show(f"{name}: {n:,} read")
+        ) as read:
+            for format, fact in facts:
+                self.progress.show(f"{name}: {format} {fact + 1} of {facts[-1][1] + 1}")
+                ways = [way for way in ASKED if way[0] == format]
+                trials = {way: laid[way][fact] for way in ways}
+                needles = _needles_of(list(trials.values()))
+                with asker.holding(read, haystack, needles, ReadingCost(), lambda tokens: None) as held:
+                    lines = []
+                    for (way, trial), count in product(trials.items(), FOCUSES):
+                        model.config.num_focus_chunks = count
+                        (line,) = plans[way][0].ask(asker, held, trial, ReadingCost())
+                        lines.append(line | {"format": format, "chat": way[1], "focus": count})
+                yield (format, fact), lines
+
+    def _plans(self, length: int) -> dict[tuple[str, bool], tuple[Plan, int]]:
+        """By format and whether through the chat template: with texts of at most ``length``, the haystack is one."""
+        plans = {}
+        for format, chat in ASKED:
+            settings = NeedleSettings(
+                (length,),
+                format=format,
+                chat=chat,
+                needles=1,
+                sight="window",
+                seed=SEED,
+                memory_dtype="bfloat16",
+            )
+            plans[format, chat] = Plan.of(self.asked, settings, self.text)
+        chunks = min(plan.chunks(length) for plan in plans.values())
+        size = self.asked.chunk_size
+        return {way: (plan, length - (plan.chunks(length) - chunks) * size) for way, plan in plans.items()}
+
+
+def _needles_of(trials: Sequence[Trial]) -> Sequence[Any]:
+    """Of trials that hide the same."""
+    first, *others = ([(x.start, x.tokens.tolist()) for x in trial.needles] for trial in trials)
+    assert all(other == first for other in others)
+    return trials[0].needles
+
+
+def shares(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """What the reader's training gives with facts in fewer of its texts; the questions are of "reader"."""
+    asked, rows, near = Needles(options, progress), list[dict[str, Any]](), options.needles
+    found = {"rows": rows, "chunks": READ} | about(options)
+    kinds = [
+        kind
+        for kind in READERS
+        if kind != "reader" and (trained(options.folder, kind, 0, 0) / HISTORY_FILE).exists()
+    ]
+    for kind in kinds or ("reader-some",):  # which is then named, as not there
+        taught, hils = taught_hils(options.folder, kind)
+        for together in (TOGETHER, 1):
+            row = asked.ask(hils, READER_FIELDS, near, together=together, questions=options.questions)
+            rows.append({"share": READERS[kind], "together": together} | training_of(taught) | row)
+            keep(options.output, "shares", found)
+    return found
+
+
+PARTS = {"reader": reader, "words": words, "focus": focus, "times": times, "shares": shares}
+
+
+def main() -> None:
+    parser = parser_of(__doc__, PARTS, OUTPUT)
+    parser.add_argument("--needles", type=int, default=4096, help="tokens of short texts")
+    parser.add_argument(
+        "--far", type=int, nargs="*", default=(16_384,), help="lengths of texts in the parts reader and words"
+    )
+    parser.add_argument(
+        "--longest",
+        type=int,
+        nargs="*",
+        default=(65_536, 1_048_576),
+        help="lengths of texts in the part focus; in the part reader of those of which the taught one alone is asked",
+    )
+    parser.add_argument(
+        "--fewer",
+        type=int,
+        nargs="*",
+        default=(),
+        help=f"chunks that a token reads in place of {READ} at the lengths of --far and --longest, in the part reader",
+    )
+    parser.add_argument("--focus", type=int, default=WIDE, help="num_focus_chunks, in the part words")
+    parser.add_argument(
+        "--timed",
+        type=int,
+        nargs="+",
+        default=(16_384, 65_536, 262_144),
+        help="tokens behind which an answer is timed",
+    )
+    parser.add_argument("--questions", type=int, default=100, help="about needles, in short texts")
+    parser.add_argument("--singles", type=int, default=20, help="about the only needle of a short text")
+    parser.add_argument(
+        "--few", type=int, default=10, help="questions in long texts, in the parts reader and words"
+    )
+    measure_parts(PARTS, parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

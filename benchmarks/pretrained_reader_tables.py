@@ -1,0 +1,151 @@
+"""The tables of pretrained_reader.json; benchmarks/readme.py puts them in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pretrained_tables import ASKED, short_texts
+from tables import RIGHT, Columns, Row, between, of_parts, on_machine, record, table
+
+
+def text() -> str:
+    """What was measured; a part that was not is left out."""
+    return of_parts(record("pretrained_reader"), _PARTS)
+
+
+def summary() -> str:
+    """What it gives back untrained, and what the reader completes: for those who have read nothing else yet."""
+    parts = {name: part["results"] for name, part in record("pretrained_reader").items()}
+    reader, focus = parts["reader"], parts["focus"]
+    untrained = record("pretrained_hils")["losses"]["results"]
+    rows = untrained["rows"]
+    (row,) = (x for x in rows if (x["kind"], x["length"], x["chunks"]) == ("LaTeX", 4096, rows[0]["chunks"]))
+    chat = {x["model"]: _right(x) for x in reader["rows"] if x["chat"]}
+    return (
+        f"By `--to hils` alone, where every layer and token chooses {row['chunks']} chunks of "
+        f"{untrained['chunk_size']} tokens, untrained SmolLM2-135M gives back "
+        f"{between('closed', '.2f').format(**row)} of what a window of {untrained['window']} loses to full "
+        f"attention on LaTeX at {row['length']:,} tokens ({row['texts']} held-out texts). With `--far-layers 7 "
+        "reading=windows` it reads a long text at one speed. A sentence with a number hides in a book and is to be "
+        "completed, or was told *in other words* than those of its training and is asked for in a line or through the "
+        f"chat template; right answers, by the book's length:\n\n{_by_length(reader, focus)}\n\n"
+        f"*Taught*: its base, for {reader['trained_seconds'] / 60:.0f} minutes of a core on texts of "
+        f"{reader['trained_length']:,} tokens ([its additions](models/smollm2-135m-reader/README.md)). *Focus*, "
+        f"which `reading=windows` sets and the columns before are without: question and answer keep to the "
+        f"{focus['set']} chunks that the question looks at most and those beside them; these questions are others. "
+        "Asked through the chat template, in 4,096 tokens and without a focus, the untaught one answers "
+        f"{chat['as converted']}, the taught one {chat['taught']}. How it is done: "
+        "[docs/convert.md](docs/convert.md); all numbers: [docs/pretrained.md](docs/pretrained.md)."
+    )
+
+
+def _right(row: Row) -> str:
+    return f"{row['correct']} of {row['questions']}"
+
+
+_FOCUSED = {
+    ("sentences", False): "taught, focus",
+    ("paraphrases", False): "in other words",
+    ("paraphrases", True): "and by the chat template",
+}
+
+
+def _by_length(reader: Row, focus: Row) -> str:
+    """Single facts by the length of the text: to be completed, and with the focus that is set in other words too."""
+    names = "as converted", "taught", *_FOCUSED.values()
+    asked = [
+        x for x in reader["rows"] if (x["together"], x["chat"], x["chunks"]) == (1, False, reader["chunks"])
+    ]
+    asked += [
+        row | {"model": _FOCUSED[row["format"], row["chat"]]}
+        for row in focus["rows"]
+        if row["focus"] == focus["set"]
+    ]
+    rows: dict[int, Row] = {}
+    for row in asked:
+        own = rows.setdefault(row["length"], {"length": row["length"]} | dict.fromkeys(names, "-"))
+        own[row["model"]] = _right(row)
+    columns: Columns = {"tokens": "{length:,}"}
+    columns |= {name: f"{{{name}}}" for name in names}
+    return table(columns, [rows[length] for length in sorted(rows)])
+
+
+def reader_text() -> str:
+    """Of it the reader, for the card of what was trained."""
+    found = record("pretrained_reader")["reader"]
+    return on_machine(_reader_text(found["results"]), found["environment"])
+
+
+def _reader_text(found: Row) -> str:
+    columns: Columns = {"model": "{model}", "needles": "{together}", "chunks": "{chunks}"}
+    columns |= ASKED | _RIGHT
+    minutes = found["trained_seconds"] / 60
+    return (
+        f"**A reader** (`--far-layers 7`, `{' '.join(found['fields'])}`, and `num_retrieved_chunks` as *chunks* says): "
+        "sentences in a book, each of which is to be completed, or asked for through the chat template, as half of "
+        f"the training's questions are. *Taught*: adapters (rank 8) on {found['trained_tokens']:,} tokens in texts of "
+        f"{found['trained_length']:,}, all of which hold facts and questions in other words than these, in "
+        f"{minutes:.0f} minutes of a core, one seed:\n\n"
+        f"{table(columns, found['rows'])}\n\n{short_texts(found['short'], 'taught', 'taught')}"
+    )
+
+
+def _words_text(found: Row) -> str:
+    columns: Columns = {"model": "{model}", "a fact is told": lambda row: _WORDS[row["format"]]}
+    columns |= {"needles": "{together}"} | ASKED | _RIGHT
+    return (
+        f"**In other words**: the same reader with a focus of {found['focus']} chunks, asked for facts that "
+        "are all told by one sentence, or each in one of eight ways; the training showed none of these, nor of the six "
+        "questions:\n\n"
+        f"{table(columns, found['rows'])}"
+    )
+
+
+def _focus_text(found: Row) -> str:
+    told: Columns = {"a fact is told": lambda row: _WORDS[row["format"]]}
+    columns = told | {"num_focus_chunks": "{focus}"} | ASKED | _RIGHT
+    return (
+        "**How narrow a focus** (`num_focus_chunks`): the same reader, asked for single facts of another seed.\n\n"
+        f"{table(columns, found['rows'])}\n\n"
+        f"Of {found['many'][0]['needles']} facts in a text, the questions of the table before:\n\n"
+        f"{table(columns, found['many'])}"
+    )
+
+
+def _times_text(found: Row) -> str:
+    columns: Columns = {
+        "tokens": "{length:,}",
+        "num_focus_chunks": lambda row: "-" if row["focus"] is None else str(row["focus"]),
+        "first token": "{first:.2f} s",
+        "each further": "{each:.2f} s",
+    }
+    return (
+        "Seconds from a question to its answer's first token, and for each of "
+        f"{found['written']} further ones, the median of three:\n\n{table(columns, found['rows'])}"
+    )
+
+
+def _shares_text(found: Row) -> str:
+    columns: Columns = {"texts with facts": "{share:.0%}", "needles": "{together}"}
+    columns |= _RIGHT
+    tokens = found["rows"][0]["trained_tokens"]
+    return (
+        f"Trained as the reader on as many tokens ({tokens:,}), but with facts in fewer of the texts; the same "
+        f"questions, to be completed, with {found['chunks']} chunks:\n\n{table(columns, found['rows'])}"
+    )
+
+
+_WORDS = {"sentences": "by one sentence", "paraphrases": "in one of eight ways"}
+_RIGHT: Columns = {
+    "tokens": "{length:,}",
+    "questions": "{questions}",
+    "right": RIGHT,
+    "chunk read": "{recall:.2f}",
+}
+_PARTS: dict[str, Callable[[Row], str]] = {
+    "reader": _reader_text,
+    "words": _words_text,
+    "focus": _focus_text,
+    "times": _times_text,
+    "shares": _shares_text,
+}
