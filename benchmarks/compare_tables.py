@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -104,16 +103,17 @@ def ordering(part: Found, factor: int = 1) -> dict[str, list[tuple[str, str]]]:
 # --- cells ---------------------------------------------------------------------------------------------------
 
 
-def over_seeds(values: Sequence[float], form: str) -> str:
+def _perplexity(factor: int) -> Column:
     """Mean, and from three seeds on the standard deviation."""
-    if not values:
-        return "-"
-    mean = format(statistics.fmean(values), form)
-    return mean if len(values) < 3 else f"{mean} ± {statistics.stdev(values):{form}}"
 
+    def shown(row: Row) -> str:
+        values = perplexities(row["of"], factor)
+        if not values:
+            return "-"
+        mean = f"{statistics.fmean(values):.2f}"
+        return mean if len(values) < 3 else f"{mean} ± {statistics.stdev(values):.2f}"
 
-def _perplexity(factor: int, form: str) -> Column:
-    return lambda row: over_seeds(perplexities(row["of"], factor), form)
+    return shown
 
 
 def _less(base: Sequence[Found], factor: int) -> Column:
@@ -140,18 +140,15 @@ def _less_by_seed(base: Sequence[Found], factor: int) -> Column:
     return shown
 
 
-def _share(factor: int, interval: bool) -> Column:
-    """Right answers of the questions, over all seeds."""
+def _share(factor: int) -> Column:
+    """Right answers of the questions, over all seeds, with their interval."""
 
     def shown(row: Row) -> str:
         results = [r for found in row["needles"] if (r := at(found, factor)) is not None]
         right, questions = (sum(r[name] for r in results) for name in ("correct", "questions"))
         if not questions:
             return "-"
-        cell = f"{right / questions:.2f}"
-        if interval:
-            return "{} ({:.2f}-{:.2f})".format(cell, *wilson_interval(right, questions))
-        return cell
+        return "{:.2f} ({:.2f}-{:.2f})".format(right / questions, *wilson_interval(right, questions))
 
     return shown
 
@@ -172,33 +169,6 @@ def _rows(part: Found | None, field: str = "of") -> list[Row]:
 # --- tables --------------------------------------------------------------------------------------------------
 
 
-def summary(record: Found) -> str:
-    """All of it in one table, the paper's numbers beside."""
-    text, needles, cost = (by_row(record.get(name)) for name in ("text", "needles", "cost"))
-    asked = sorted({r["factor"] for of in needles.values() for found in of for r in found["results"]})
-    rows = []
-    for name in ROWS:
-        if any(name in part for part in (text, needles, cost)):
-            of, paid = text.get(name, []), cost.get(name, [{}])[0]
-            trained = {"parameters": of[0]["parameters"]} if of else {}
-            paper = asdict(ROWS[name].paper)
-            rows.append(
-                {"name": name, "of": of, "needles": needles.get(name, []), "paper": paper, **trained, **paid}
-            )
-    columns: Columns = {
-        "model": "{name}",
-        "parameters": "{parameters:,d}",
-        "time": "{ratio:.2f}x",
-        "memory": "{step_bytes:size}",
-        **{f"ppl {factor}x": _perplexity(factor, ".1f") for factor in FACTORS},
-        **{f"needle {factor}x": _share(factor, False) for factor in asked},
-        "paper: time": "{paper[time]:g}x",
-        "ppl at 16K": "{paper[at_16k]:.2f}",
-        "needle at 16K, 64K": _paper_needles,
-    }
-    return table(columns, rows)
-
-
 def text_table(part: Found) -> str:
     settings, found = part["settings"], by_row(part)
     shown = {factor: f"{factor * settings['context_length']:,}" for factor in FACTORS}
@@ -206,7 +176,7 @@ def text_table(part: Found) -> str:
         "model": "{name}",
         "parameters": "{first[parameters]:,}",
         "seeds": "{seeds}",
-        **{length: _perplexity(factor, ".2f") for factor, length in shown.items()},
+        **{length: _perplexity(factor) for factor, length in shown.items()},
         **{f"- Base, {length}": _less(found.get(BASE, []), factor) for factor, length in shown.items()},
         "by seed": _less_by_seed(found.get(BASE, []), FACTORS[-1]),
         "paper, 2K": "{paper[at_2k]:.2f}",
@@ -254,7 +224,7 @@ def needle_table(part: Found) -> str:
         "model": "{name}",
         "parameters": "{first[parameters]:,}",
         "seeds": "{seeds}",
-        **{f"{factor * settings['length']:,}": _share(factor, True) for factor in NEEDLE_FACTORS},
+        **{f"{factor * settings['length']:,}": _share(factor) for factor in NEEDLE_FACTORS},
         "paper": _paper_needles,
     }
     texts = ", ".join(f"{level['chunks'] * 32} for {share:.0%}" for share, level in settings["levels"])
@@ -285,36 +255,6 @@ def cost_table(part: Found) -> str:
         "per token; memory: what two steps take above process and weights. Encoders are asked anew at every step. "
         f"*paper*: the Time column of Table 1, on 8 A100.\n\n{table(COST, _rows(part))}"
     )
-
-
-def _seeds(part: Found) -> str:
-    """How many seeds rows have, and what is shown of several."""
-    counts = Counter(found["row"] for found in part["results"])
-    most = max(counts.values(), default=0)
-    if most < 3:
-        return "one seed" if most < 2 else "one or two seeds"
-    return "mean ± standard deviation where there are three seeds"
-
-
-def summary_note(record: Found) -> str:
-    """What the columns of the summary are."""
-    notes = []
-    if text := record.get("text", {}).get("settings"):
-        notes.append(
-            f"*ppl*: of books never trained on, {text['context_length']:,} tokens (1x), 4 and 16 times as many read "
-            f"at a time, after {text['steps']:,} steps of {text['tokens_per_step']:,} tokens "
-            f"({_seeds(record['text'])})."
-        )
-    if needles := record.get("needles", {}).get("settings"):
-        notes.append(
-            f"*needle*: share of single needles found in {needles['length']:,} tokens (1x) and more, by byte models "
-            f"after {needles['steps']:,} steps, which are smaller than *parameters*, those of the text's models, says "
-            "(right answers of all questions and seeds; seeds and intervals are below)."
-        )
-    if record.get("cost"):
-        notes.append("*time*, *memory*: of a training step.")
-    notes.append("*paper*: arXiv 2410.01651, Tables 1 and 2, 128M, PG19 test, trained at 16K.")
-    return " ".join(notes)
 
 
 def parts(record: Found) -> list[tuple[str, Found, str]]:

@@ -1,12 +1,11 @@
-"""What a token costs a Landmark model after a long text, and where its time goes, against the window-only model.
+"""What a token costs a Landmark model after a long text, against the window-only model.
 
-    python benchmarks/landmark_decode.py [token split reading]      # CPU; benchmarks/landmark_decode.json
+    python benchmarks/landmark_decode.py [token reading]      # CPU; benchmarks/landmark_decode.json
 
-token: milliseconds per generated token after about 16K and 48K tokens, 128M models with random weights, memory on tier
-"device" and "host" (on a CPU both are RAM), all four ways to select; and the memory beside the model. The memory
-is filled with copies of chunks that were read, with landmarks of their own; that such a cache has the structure
-of one that read its text is checked first. split: of such a token, and of the window-only model's, by part.
-reading: tokens/s of ``read`` with a smaller model, and the bytes gathered per token.
+token: milliseconds per generated token after about 16K and 48K tokens, 128M models with random weights, all four ways
+to select; and the memory beside the model. The memory is filled with copies of chunks that were read, with landmarks of
+their own; that such a cache has the structure of one that read its text is checked first. reading: tokens/s of ``read``
+with a smaller model, and the bytes gathered per token.
 
 Cases that are compared alternate in one process. Runs itself anew with the allocator set up as the commands have it.
 """
@@ -25,9 +24,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Timers, interleaved, percentiles, seconds
+from common import interleaved, percentiles, seconds
 from tables import Columns, Row, table
-from torch import Tensor, nn
+from torch import Tensor
 
 from trailmark.evaluation.record import environment
 from trailmark.files import read_json, write_json
@@ -39,19 +38,14 @@ from trailmark.models import (
     LandmarkForCausalLM,
     SlidingWindowConfig,
     SlidingWindowForCausalLM,
-    layers,
 )
-from trailmark.models.landmark import cell as landmark_cell
-from trailmark.models.landmark import memory as landmark_memory
-from trailmark.report.tables import markdown_table
 
 RESULTS = Path(__file__).with_name("landmark_decode.json")
 WAYS = ("token_and_head", "token", "head", "cell")
-TIERS = ("device", "host")
+TIER = "host"  # on a CPU "device" lies in the same RAM
 DTYPES = ("float32", "bfloat16")
 CONTEXTS = (16_384, 49_152)
 TOKENS, ROUNDS = 16, 2  # of each case
-SPLIT_TOKENS = 32
 
 
 # --- models and what they have read -----------------------------------------------------------------------
@@ -88,12 +82,12 @@ class Filled:
         read: what a model has read, whole cells and part of one.
     """
 
-    def __init__(self, model: LandmarkForCausalLM, read: ChunkCache, tier: str, num_cells: int) -> None:
+    def __init__(self, model: LandmarkForCausalLM, read: ChunkCache, num_cells: int) -> None:
         assert read.state is not None
-        self.read, self.tier, self.num_cells = read, tier, num_cells
+        self.read, self.num_cells = read, num_cells
         self.chunks = cell_chunks(model.config)
         source = read.memory
-        self.memory = ChunkMemory(tier, planes=source.planes)
+        self.memory = ChunkMemory(TIER, planes=source.planes)
         had = int(read.num_chunks[0])
         k, v, lengths = source._whole(np.arange(had)[None])  # [1, n, S + 1, planes, D]
         marks = torch.cat(source.blocks(had, 1), 1)  # [1, n, planes, D]
@@ -116,7 +110,7 @@ class Filled:
         Caches share the memory, until one ends its cell.
         """
         assert num_cells <= self.num_cells
-        cache, state = model.new_cache(self.tier), self.read.state
+        cache, state = model.new_cache(TIER), self.read.state
         assert state is not None
         assert state.cell is not None
         cache.memory = self.memory
@@ -145,7 +139,7 @@ def short_text(model: LandmarkForCausalLM) -> ChunkCache:
     """After four cells, and of a fifth the chunks of its first half."""
     config = model.config
     count = 4 * cell_tokens(config) + cell_chunks(config) // 2 * config.chunk_size
-    cache = model.new_cache("host")
+    cache = model.new_cache(TIER)
     model.read(ids(count, config.vocab_size), cache)
     return cache
 
@@ -177,7 +171,7 @@ def structure(x: Any) -> Any:
 
 def as_read(models: dict[str, LandmarkForCausalLM], read: ChunkCache) -> None:
     """A filled cache has the structure of one that read as many tokens, after a token each; else an AssertionError."""
-    filled = Filled(models[WAYS[0]], read, "host", 4)
+    filled = Filled(models[WAYS[0]], read, 4)
     for way in ("head", "cell", "token_and_head"):
         model = models[way]
         real = read if way == "token_and_head" else short_text(model)
@@ -233,26 +227,26 @@ def token(results: dict[str, Any]) -> None:
         if name == "float32":
             as_read(models, read)
             print("a filled cache is as one that read", flush=True)
-        caches: dict[tuple[str, str, int], ChunkCache] = {}
-        for tier in TIERS:
-            filled = Filled(first, read, tier, max(at.values()))
-            for way, model in models.items():
-                for context, cells in at.items():
-                    caches[way, tier, context] = filled.cache(model, cells)
+        filled = Filled(first, read, max(at.values()))
+        caches = {
+            (way, context): filled.cache(model, cells)
+            for way, model in models.items()
+            for context, cells in at.items()
+        }
         print(f"{name}: {len(caches)} caches", flush=True)
         window = window_cache(base)
         times: dict[Any, list[float]] = defaultdict(list)
         milliseconds(base, window, 3)
-        for (way, _, _), cache in caches.items():
+        for (way, _), cache in caches.items():
             milliseconds(models[way], cache, 2)
         for _ in range(ROUNDS):
             for key, cache in caches.items():
                 times["window"] += milliseconds(base, window, 6)
                 times[key] += milliseconds(models[key[0]], cache, TOKENS)
         least = statistics.median(times["window"])
-        found.append(case("window only", name, None, times["window"], least, window, None))
-        for (way, tier, context), cache in caches.items():
-            found.append(case(way, name, tier, times[way, tier, context], least, cache, context))
+        found.append(case("window only", name, times["window"], least, window, None))
+        for (way, context), cache in caches.items():
+            found.append(case(way, name, times[way, context], least, cache, context))
         del caches, filled
     results["token"] = found
     print(table(TOKEN_TABLE, found))
@@ -261,7 +255,6 @@ def token(results: dict[str, Any]) -> None:
 def case(
     way: str,
     dtype: str,
-    tier: str | None,
     times: list[float],
     least: float,
     cache: ChunkCache,
@@ -270,7 +263,6 @@ def case(
     return {
         "retrieve_per": way,
         "dtype": dtype,
-        "tier": tier,
         "context": context,
         "tokens_read": int(cache.num_tokens[0]),
         "milliseconds": percentiles(times) | {"mean": statistics.fmean(times)},
@@ -283,7 +275,7 @@ def case(
 
 
 def landmark_bytes(cache: ChunkCache) -> int:
-    """What of the memory is on the device with tier "host": landmark vectors that count."""
+    """What of the memory lies on the device: landmark vectors that count."""
     n = int(cache.num_chunks[0])
     return sum(x.numel() * x.element_size() for x in cache.memory.blocks(n, 1)) if n else 0
 
@@ -291,7 +283,6 @@ def landmark_bytes(cache: ChunkCache) -> int:
 TOKEN_TABLE: Columns = {
     "selects": "{retrieve_per}",
     "dtype": "{dtype}",
-    "tier": "{tier}",
     "context": lambda r: f"{r['context']:,}" if r["context"] else "any",
     "ms a token: p50 (p20-p80)": "{milliseconds[p50]:.1f} ({milliseconds[p20]:.1f}-{milliseconds[p80]:.1f})",
     "of window only": "{of_window_only:.2f}x",
@@ -299,65 +290,6 @@ TOKEN_TABLE: Columns = {
     "of it landmarks, on the device": "{landmark_bytes:mib ,.1f}",
     "windows": "{window_bytes:mib ,.1f}",
 }
-
-
-# --- where the time goes -----------------------------------------------------------------------------------
-
-
-PARTS = (
-    (nn.Linear, "forward", "projections, MLP, head"),
-    (layers, "sliding_window_attention", "local attention"),
-    (landmark_cell.CellStep, "attend", "local attention"),
-    (landmark_cell.CellStep, "__init__", "layout of the cell"),
-    (landmark_cell.CellStep, "append", "keeping keys and values"),
-    (landmark_cell.CellStep, "commit", "keeping keys and values"),
-    (landmark_memory.LandmarkMemory, "_scores", "scoring"),
-    (landmark_memory.LandmarkMemory, "_select", "selecting"),
-    (landmark_memory.LandmarkMemory, "_attend", "attending to the memory"),
-    (ChunkMemory, "gather", "gathering"),
-)
-
-
-def split(results: dict[str, Any]) -> None:
-    found = []
-    for name in DTYPES:
-        dtype = getattr(torch, name)
-        base, models = window_only(dtype), landmark_models(dtype)
-        first = models[WAYS[0]]
-        cells = cells_of(CONTEXTS[-1], first.config)
-        filled = Filled(first, short_text(first), "host", cells)
-        cases: list[tuple[str, Any, ChunkCache]] = [("window only", base, window_cache(base))]
-        cases += [(way, model, filled.cache(model, cells)) for way, model in models.items()]
-        for way, model, cache in cases:
-            milliseconds(model, cache, 2)
-            timers, fetched = Timers(), cache.memory.fetched
-            with timers.on(*PARTS), timers.part("the rest"):
-                milliseconds(model, cache, SPLIT_TOKENS)
-            records = (cache.memory.fetched - fetched) / SPLIT_TOKENS
-            store = cache.memory.store
-            bytes_each = 0 if store is None else store.record_bytes
-            found.append(
-                {
-                    "retrieve_per": way,
-                    "dtype": name,
-                    "context": CONTEXTS[-1],
-                    "tokens": SPLIT_TOKENS,
-                    "milliseconds": {part: x / SPLIT_TOKENS * 1000 for part, x in timers.seconds.items()},
-                    "records_gathered": records,
-                    "bytes_gathered": records * bytes_each,
-                }
-            )
-    results["split"] = found
-    print(split_table(found))
-
-
-def split_table(found: list[dict[str, Any]]) -> str:
-    parts = list(dict.fromkeys([*(part for *_, part in PARTS), "the rest"]))
-    columns = [f"{r['retrieve_per']}, {r['dtype']}" for r in found]
-    rows = [[part, *(f"{r['milliseconds'].get(part, 0):.2f}" for r in found)] for part in parts]
-    rows.append(["all", *(f"{sum(r['milliseconds'].values()):.2f}" for r in found)])
-    rows.append(["gathered", *(f"{r['bytes_gathered'] / 2**20:.1f} MiB" for r in found)])
-    return markdown_table(["ms a token", *columns], rows)
 
 
 # --- reading -----------------------------------------------------------------------------------------------
@@ -376,12 +308,12 @@ def reading(results: dict[str, Any]) -> None:
     fetched = {}
 
     def full(model: Any) -> None:
-        cache = model.new_cache("host")
+        cache = model.new_cache(TIER)
         for first in range(0, READ, 4096):
             model(text[:, first : first + 4096], past_key_values=cache)
 
     def read(way: str, model: Any) -> None:
-        cache = model.new_cache("host", num_tokens=READ)
+        cache = model.new_cache(TIER, num_tokens=READ)
         model.read(text, cache)
         store = cache.memory.store
         fetched[way] = cache.memory.fetched, 0 if store is None else store.record_bytes
@@ -419,7 +351,7 @@ READING_TABLE: Columns = {
 
 # --- all ---------------------------------------------------------------------------------------------------
 
-RUN = {"token": token, "split": split, "reading": reading}
+RUN = {"token": token, "reading": reading}
 
 
 def main() -> None:

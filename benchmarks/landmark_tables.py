@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from landmark import COLUMNS
-from landmark_decode import READING_TABLE, TOKEN_TABLE, split_table
+from landmark_decode import READING_TABLE, TOKEN_TABLE
 from tables import RIGHT, Columns, Row, crossed, on_machine, record, table
 
 
@@ -15,12 +15,10 @@ def op_text() -> str:
 
 
 def decode_text() -> str:
-    """A token after a long text, its parts, and reading."""
+    """A token after a long text, and reading."""
     found = record("landmark_decode")
     return on_machine(
-        f"{table(TOKEN_TABLE, found['token'])}\n\nWhere a token's time goes, after "
-        f"{found['split'][-1]['context']:,} tokens, tier host (timers cost a little):\n\n"
-        f"{split_table(found['split'])}\n\n"
+        f"{table(TOKEN_TABLE, found['token'])}\n\n"
         f"Reading {found['reading'][0]['tokens']:,} tokens with 4 layers of 256:\n\n"
         f"{table(READING_TABLE, found['reading'])}",
         *found["environment"].values(),

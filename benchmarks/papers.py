@@ -3,7 +3,6 @@
     python benchmarks/papers.py
 
 *Recorded* means that a JSON file beside this script holds the row's twin, at laptop size if nothing else is said.
-benchmarks/readme.py puts the tables into benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ _LANDMARK_POSITIONS = "model.max_position_embeddings=16832"  # for texts of 16,3
 _NEEDLES = "--protocol paper-table-2 --lengths 16384,65536 --text runs/data/pg19/test"
 _SUMMARIES = "--suite summarization --protocol paper-table-2 --pairs"
 _PERPLEXITY = "--suite perplexity --text runs/data/pg19/test --protocol"
-_PROTOCOLS = "python benchmarks/protocols.py"
-ASKED_BY_PROTOCOL = ("Base", "Landmark", "DRT x1", "DRT x2")  # rows of compare.py, in protocols.json
+_COMPARED = "python benchmarks/compare.py text"
 ASKED = {  # by the table: what makes its numbers of the folder that a training made
     "Table 1": {"": f"{_PERPLEXITY} gca-table-1"},
     "Table 2": {
@@ -41,7 +39,7 @@ class Row:
     """One row, or one cell of Table 4.
 
     ``twin``: the command of the laptop's. ``part``: where a JSON would have what came out: the file, its part and,
-    where that has several, the row and the task or protocol; none has it without.
+    where that has several, the row and the task; none has it without.
     """
 
     table: str
@@ -58,7 +56,7 @@ class Row:
         if found is None or len(self.part) == 2:
             return found is not None
         rows, wanted = found["results"] if isinstance(found, dict) else found, self.part[2:]
-        told = ((one["row"], one.get("task") or one.get("protocol")) for one in rows)
+        told = ((one["row"], one.get("task")) for one in rows)
         return any(own[: len(wanted)] == wanted for own in told)
 
     def status(self) -> str:
@@ -130,8 +128,6 @@ def _of_table_1(size: str, own: str, kind: str = "text", note: str = "") -> tupl
     """The twin and the part of a row of that size, whose own name here is ``own``."""
     if not own or size != SIZES[0]:
         return "", ()
-    if own in ASKED_BY_PROTOCOL:
-        return _PROTOCOLS, ("protocols", "results", own, "gca-table-1")
     return f"python benchmarks/compare.py {kind}{note}", ("compare", kind, own)
 
 
@@ -215,14 +211,16 @@ def _figure_3() -> Iterator[Row]:
     for name, own in (("base-512-128m", "Base"), ("landmark-128m", "Landmark"), ("drt-x1-128m", "DRT x1")):
         of = "--suite perplexity --protocol gca-figure-3b --text runs/data/pg19/test"
         command = f"trailmark evaluate runs/{name} {of}"
-        part = ("protocols", "results", own, "gca-figure-3b")
-        yield Row("Figure 3", f"b: {own}", command, "its model, PG19", _PROTOCOLS, part)
+        part = ("compare", "text", own)
+        yield Row(
+            "Figure 3", f"b: {own}", command, "its model, PG19", f"{_COMPARED}, to 16 times its length", part
+        )
 
 
 def _first_paper() -> Iterator[Row]:
     title, needs = "arXiv 2305.16300", "GPUs, PG19"
-    part = ("protocols", "results", "Landmark, of bytes", "landmark-table-1")
-    yield Row(title, "Landmark Attention", train("landmark-paper"), needs, _PROTOCOLS, part)
+    twin = "of bytes: python benchmarks/landmark_models.py"
+    yield Row(title, "Landmark Attention", train("landmark-paper"), needs, twin, ("landmark_models", "modes"))
     yield Row(title, "plain Transformer", train("plain-paper"), needs)
 
 

@@ -18,12 +18,10 @@ import compare_tables
 import context_parallel
 import landmark_tables
 import learning_tables
-import papers
 import parted_reading
 import pretrained_hils_tables
 import pretrained_reader_tables
 import pretrained_tables
-import protocols
 import reading_tables
 import summaries
 import table_2
@@ -33,11 +31,10 @@ from case_study.document import texts as case_study_texts
 from ops import table as ops_table
 from tables import HERE, RIGHT, ROOT, Columns, Row, cell, crossed, fill, machine, on_machine, record, table
 
-from trailmark.demo import CHANCE, NAMES, TRAIN_LENGTH
+from trailmark.demo import NAMES
 from trailmark.files import read_json, write_json
 from trailmark.report.console import duration
 from trailmark.report.tables import NEEDLE_LEGEND, legend_text, markdown_table, needle_table
-from trailmark.statistics import wilson_interval
 
 
 def take_over(run: Path) -> None:
@@ -46,9 +43,7 @@ def take_over(run: Path) -> None:
     for result in content["results"]:
         result.pop("asked", None)  # single questions are for the figures; the counts stay
     write_json(HERE / "demo.json", content)
-    figures = {"needles-1-length.png": "accuracy.png", "chunks-1.png": "chunks-read.png"}
-    for drawn, name in figures.items():
-        shutil.copy(run / "report-figures" / drawn, ROOT / "docs" / name)
+    shutil.copy(run / "report-figures" / "needles-1-length.png", ROOT / "docs" / "accuracy.png")
 
 
 # --- the demo and the suites -------------------------------------------------------------------------------
@@ -103,34 +98,6 @@ def demo_text() -> str:
 _X_TRAIN = legend_text({"x train": NEEDLE_LEGEND["x train"]})
 
 
-def grid_text() -> str:
-    """Needles by length and depth, and what the suites' time goals became."""
-    found = record("evaluation")
-    (million,), report = found["million"], found["report"]
-
-    def right(cells: list[Row]) -> tuple[int, int]:
-        return sum(cell["correct"] for cell in cells), sum(cell["questions"] for cell in cells)
-
-    shown = crossed(
-        found["grid"],
-        {"tokens": "{length:,}", "x train": lambda r: f"{r['length'] // found['train_length']:,}x"},
-        "depth {depth:g}",
-        "{accuracy:.3f}",
-        {
-            "all depths": lambda cells: "{} of {}".format(*right(cells)),
-            "95% interval": lambda cells: "{:.3f}-{:.3f}".format(*wilson_interval(*right(cells))),
-        },
-    )
-    return (
-        f"{shown}\n\n{_X_TRAIN}\n\n"
-        f"{found['grid'][0]['questions']} questions in each cell. {million['length']:,} tokens with "
-        f"{million['questions']} questions on branches of one reading: {million['correct']} right in "
-        f"{duration(million['seconds'])} ({duration(million['seconds_reading'])} of it reading). "
-        f"A report of {report['runs']} runs: {report['seconds']:.1f} s. Machine: {machine(found['environment'])}.\n\n"
-        "![Needles found by length and depth](../docs/needle-grid.png)"
-    )
-
-
 def needles_text() -> str:
     """One change of the demo at a time; its own row first."""
     cases, demo = read_json(HERE / "needles.json"), record("demo")
@@ -147,34 +114,6 @@ def needles_text() -> str:
     return (
         f"{shown}\n\nAt least {questions} questions each; columns: needles in tokens. "
         f"Machine: {machine(cases[0]['environment'])}."
-    )
-
-
-def choosing_needles_text() -> str:
-    """What models whose tokens choose find of the demo's task."""
-    known: Any = read_json(HERE / "needles.json")
-    cases = [case for case in known if case["case"] in ("HiLS", "HSA")]
-    columns: Columns = {
-        "model": "{case}",
-        "seed": "{seed}",
-        "needles": "{needles}",
-        "tokens": "{length:,}",
-        "x train": lambda r: f"{r['length'] // TRAIN_LENGTH:,}",
-        "right": "{correct} of {questions}",
-        "share (95% interval)": RIGHT,
-        "needle's chunk read": "{recall:.3f}",
-        "tokens/s": "{tokens_per_second:,.0f}",
-    }
-    rows = [case | result for case in cases for result in case["results"]]
-    trained = " and ".join(
-        sorted({f"`configs/needle-{c['case'].lower()}.yaml` ({c['steps']:,} steps)" for c in cases})
-    )
-    return on_machine(
-        f"Trained by `trailmark train` with {trained}. Right is all five digits; chance is "
-        f"{CHANCE:.5f}. Questions end with their chunk; *needle's chunk read*: by some head, at the question's last "
-        "token or the next, where the chunk behind it may be read instead, to which windows carry what it says."
-        f"\n\n{table(columns, rows)}",
-        *(case["environment"] for case in cases),
     )
 
 
@@ -338,11 +277,6 @@ def explorer_text() -> str:
 # --- the comparison of models ------------------------------------------------------------------------------
 
 
-def compare_text() -> str:
-    found = record("compare")
-    return f"{compare_tables.summary(found)}\n\n{compare_tables.summary_note(found)}"
-
-
 def compare_parts_text() -> str:
     parts = compare_tables.parts(record("compare"))
     return "\n\n".join(on_machine(f"**{title}.** {text}", part["environment"]) for title, part, text in parts)
@@ -450,10 +384,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
     "docs/kernels.md": {"gpu": gpu_summary},
     "benchmarks/README.md": {
         "demo": demo_text,
-        "grid": grid_text,
         "speed": speed_text,
-        "papers": papers.text,
-        "compared": compare_text,
         "compare": compare_parts_text,
         "needles": needles_text,
         "explorer": explorer_text,
@@ -461,14 +392,12 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "ops": ops_text,
         "ops of tokens": token_ops_text,
         "reading": reading_tables.text,
-        "protocols": protocols.text,
         "table 2": table_2.text,
         "summaries": summaries.text,
         "table 3": table_3.text,
         "training": training_text,
         "waiting": waiting_text,
     },
-    "docs/models.md": {"choosing needles": choosing_needles_text},
     "docs/landmark.md": {
         "landmark op": landmark_tables.op_text,
         "landmark decode": landmark_tables.decode_text,

@@ -9,12 +9,10 @@ import torch
 
 from tests import benchmark_scripts
 from tests.commands import ROOT, fields_of_init_from
-from trailmark.evaluation.protocols import PERPLEXITY_PROTOCOLS
 from trailmark.models import MODELS
 from trailmark.training.config import load_run_config
 
 papers = benchmark_scripts.modules("papers")
-protocols = benchmark_scripts.modules("protocols")
 
 
 def test_every_training_fits_its_configuration_and_has_a_folder_of_its_own(papers: ModuleType) -> None:
@@ -49,22 +47,10 @@ def test_a_row_is_recorded_if_the_json_has_it(papers: ModuleType) -> None:
         (("compare", "text", "a row that is none"), False),
         (("compare", "a part that is none"), False),
         (("training", "length"), True),
-        (("protocols", "results", "Base", "gca-table-1"), True),
-        (("protocols", "results", "Base", "landmark-table-1"), False),
+        (("table_2", "results", "Base", "single"), True),
+        (("table_2", "results", "Base", "a task that is none"), False),
         ((), False),
     ):
         row = papers.Row("Table 1", "a row", "a command", "nothing", "a twin", part)
         assert row.recorded() is expected
         assert ("has its twin" in row.status()) is expected
-
-
-def test_every_protocol_of_perplexity_is_asked_of_a_laptops_model(
-    papers: ModuleType, protocols: ModuleType
-) -> None:
-    jobs = protocols.jobs([0])
-    assert {name for name, *_ in jobs} == set(PERPLEXITY_PROTOCOLS)
-    twins = {row for name, row, *_ in jobs if name.startswith("gca-")}
-    assert twins == set(papers.ASKED_BY_PROTOCOL) == set(protocols.SEEDED)
-    assert {row.part[2] for row in papers.rows() if row.part[:1] == ("protocols",)} == {
-        row for _, row, *_ in jobs
-    }

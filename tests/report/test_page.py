@@ -399,7 +399,7 @@ def test_the_chunks_read_are_those_of_all_depths_of_the_longest_text(tmp_path: P
 
 @pytest.mark.slow
 def test_five_times_the_runs_take_far_less_than_five_times_as_long(tmp_path: Path) -> None:
-    """Of one process, one after the other: seconds are of a machine, and measured by benchmarks/evaluation.py."""
+    """Of one process, one after the other: seconds alone are of a machine."""
     seconds = {}
     for count in (10, 50):
         for n in range(count):
