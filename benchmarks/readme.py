@@ -149,33 +149,16 @@ def token_ops_text() -> str:
     return on_machine(ops_table(found["results"], "tokens"), found["environment"])
 
 
-def speed_text() -> str:
-    """GCA and a training step on a CPU, and what a GPU showed, if one did."""
-    results = record("ops")["results"]
-    most = max(r["tokens"] for r in results if r["op"] == "gca")
-    passes = [r for r in results if (r["op"], r["tokens"], r["backward"]) == ("gca", most, True)]
-    names = {"torch": "trailmark", "reference": "gathers and keeps all", "sdpa": "SDPA on gathered keys"}
-    allocators = {"kept": "kept", "default": "given back (glibc's default)"}
-    own = {(r["dtype"], r["allocator"]): r["seconds"] for r in passes if r["implementation"] == "torch"}
-    columns: Columns = {
-        f"GCA, {most:,} tokens, d = 512": lambda r: names[r["implementation"]],
-        "dtype": "{dtype}",
-        "freed memory": lambda r: allocators[r["allocator"]],
-        "time": "{seconds[p50]:ms ,.0f} ms",
-        "time / ours": lambda r: f"{r['seconds']['p50'] / own[r['dtype'], r['allocator']]['p50']:.1f}x",
-        "extra memory": "{extra_bytes:mib ,.0f}",
-    }
-    training = record("training_step")
-    steps = training["results"]
+def training_step_text() -> str:
+    found = record("training_step")
+    steps = found["results"]
     ratios = " and ".join(f"{r['ratio']:.2f}x ({r['dtype']})" for r in steps)
-    text = (
-        f"{table(columns, [r for r in passes if r['implementation'] in names])}\n\n"
+    return (
         f"A training step of a DRT (d = {steps[0]['sizes']['hidden_size']}, "
         f"{steps[0]['sizes']['num_hidden_layers']} layers, {steps[0]['tokens']:,} tokens) takes {ratios} the time of "
-        f"the model with a window alone; FLOPs give {steps[0]['flops_ratio']:.2f}x. Forward and backward; machine: "
-        f"{machine(training['environment'])}."
+        f"the model with a window alone; FLOPs give {steps[0]['flops_ratio']:.2f}x. Machine: "
+        f"{machine(found['environment'])}."
     )
-    return f"{text}\n\n{gpu_text()}"
 
 
 # checks of gpu.json that are about kernels alone
@@ -381,10 +364,9 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "reader": pretrained_reader_tables.summary,
         "gpu": gpu_line,
     },
-    "docs/kernels.md": {"gpu": gpu_summary},
+    "docs/kernels.md": {"gpu": gpu_text},
     "benchmarks/README.md": {
         "demo": demo_text,
-        "speed": speed_text,
         "compare": compare_parts_text,
         "needles": needles_text,
         "explorer": explorer_text,
@@ -396,6 +378,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "summaries": summaries.text,
         "table 3": table_3.text,
         "training": training_text,
+        "training step": training_step_text,
         "waiting": waiting_text,
     },
     "docs/landmark.md": {

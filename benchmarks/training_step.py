@@ -5,8 +5,7 @@
 Forward with the loss, backward and AdamW, on one text; every size of the papers' models that is not named below is
 their configuration's (vocabulary 50,257, window 512, 8 chunks read, 2 encoder layers). Rounds are interleaved: both
 models take a step in each, medians are reported. On a CPU d = 512 and 4,096 tokens, in float32 and under bfloat16
-autocast; on CUDA d = 768 and 16,384 tokens under bfloat16 autocast. ``--compile`` adds both models under
-torch.compile.
+autocast; on CUDA d = 768 and 16,384 tokens under bfloat16 autocast.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ SIZES: dict[str, dict[str, int]] = {
 def make(name: str, sizes: dict[str, Any], device: str) -> TrailmarkForCausalLM:
     torch.manual_seed(0)
     with torch.device(device):
-        if name.startswith("window"):
+        if name == "window":
             return SlidingWindowForCausalLM(SlidingWindowConfig(**sizes)).train()
         return DRTForCausalLM(DRTConfig(**sizes)).train()
 
@@ -49,26 +48,22 @@ def make(name: str, sizes: dict[str, Any], device: str) -> TrailmarkForCausalLM:
 class Steps:
     """Training steps of one model on one text, each part timed."""
 
-    def __init__(
-        self, name: str, sizes: dict[str, Any], tokens: int, device: str, dtype: str, compiled: bool
-    ) -> None:
+    def __init__(self, name: str, sizes: dict[str, Any], tokens: int, device: str, dtype: str) -> None:
         self.model = make(name, sizes, device)
-        self.call = torch.compile(self.model) if compiled else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.device, self.dtype = device, dtype
         random = torch.Generator().manual_seed(0)
         vocabulary = self.model.config.vocab_size
         self.ids = torch.randint(vocabulary, (1, tokens), generator=random).to(device)
         self.times: dict[str, list[float]] = {part: [] for part in PARTS}
-        self.processor: list[float] = []  # seconds of processor time of each step
         self.loss = float("nan")
 
     def run(self, keep: bool) -> None:
         """One step; ``keep`` its times."""
         seed = torch.tensor([len(self.times["step"])], device=self.device)
-        began, processor = self._now(), time.process_time()
+        began = self._now()
         with torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bfloat16"):
-            loss = self.call(self.ids, labels=self.ids, noise_seed=seed).loss
+            loss = self.model(self.ids, labels=self.ids, noise_seed=seed).loss
         forward = self._now()
         loss.backward()
         backward = self._now()
@@ -80,7 +75,6 @@ class Steps:
             spans = (forward - began, backward - forward, end - backward, end - began)
             for part, span in zip(PARTS, spans, strict=True):
                 self.times[part].append(span)
-            self.processor.append(time.process_time() - processor)
 
     def _now(self) -> float:
         if self.device == "cuda":
@@ -92,7 +86,6 @@ def compare(
     device: str,
     dtype: str,
     rounds: int = 5,
-    compiled: bool = False,
     warm_up: int = 1,
     **changes: Any,
 ) -> dict[str, Any]:
@@ -102,18 +95,13 @@ def compare(
         device: "cpu" or "cuda": also the sizes, which ``changes`` replaces: fields of the configurations (those
             that the window model lacks go to the DRT alone) and ``tokens``.
         dtype: "float32", or "bfloat16" for autocast over float32 weights.
-        compiled: both models under ``torch.compile`` besides.
     """
     sizes: dict[str, Any] = SIZES[device] | changes
     tokens = sizes.pop("tokens")
     own = SlidingWindowConfig().to_dict()
     shared = {name: size for name, size in sizes.items() if name in own}
-    names = ["window", "drt"] + ["window, compiled", "drt, compiled"] * compiled
     runs = {
-        name: Steps(
-            name, shared if name.startswith("window") else sizes, tokens, device, dtype, "compiled" in name
-        )
-        for name in names
+        name: Steps(name, own, tokens, device, dtype) for name, own in (("window", shared), ("drt", sizes))
     }
     for number in range(warm_up + rounds):
         for run in runs.values():
@@ -125,7 +113,7 @@ def compare(
         "tokens": tokens,
         "rounds": rounds,
         "sizes": {name: getattr(configs["drt"], name) for name in _SHOWN},
-        "parameters": {n: sum(p.numel() for p in runs[n].model.parameters()) for n in ("window", "drt")},
+        "parameters": {n: sum(p.numel() for p in run.model.parameters()) for n, run in runs.items()},
         "loss": {name: run.loss for name, run in runs.items()},
         "seconds": {
             name: {part: statistics.median(run.times[part]) for part in PARTS} for name, run in runs.items()
@@ -133,17 +121,9 @@ def compare(
         "steps": {name: run.times["step"] for name, run in runs.items()},
         "flops_ratio": flops(configs["drt"], tokens) / flops(configs["window"], tokens),
     }
-    seconds = result["seconds"]
     # of one round: what slows the machine down for a while slows both down
     pairs = zip(runs["drt"].times["step"], runs["window"].times["step"], strict=True)
     result["ratio"] = statistics.median(drt / window for drt, window in pairs)
-    if device == "cpu":  # where others share the machine, processor time says more
-        pairs = zip(runs["drt"].processor, runs["window"].processor, strict=True)
-        result["processor_ratio"] = statistics.median(drt / window for drt, window in pairs)
-    if compiled:
-        result["of_eager"] = {
-            name: seconds[f"{name}, compiled"]["step"] / seconds[name]["step"] for name in ("window", "drt")
-        }
     return result
 
 
@@ -189,7 +169,7 @@ COLUMNS: tables.Columns = {
     "tokens": "{tokens:,}",
     **{part: f"{{own[{part}]:ms ,.0f}} ms" for part in PARTS},
     "of window only": "{ratio:.2f}x",
-    "FLOPs": lambda row: f"{row['flops_ratio']:.2f}x" if row["name"].startswith("drt") else "1.00x",
+    "FLOPs": lambda row: f"{row['flops_ratio']:.2f}x" if row["name"] == "drt" else "1.00x",
 }
 
 
@@ -198,7 +178,6 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
     parser.add_argument("--dtypes", default=None, help="as float32,bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=NUMBER", help="as tokens=1024")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     arguments = parser.parse_args()
@@ -206,7 +185,7 @@ def main() -> None:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtypes = (arguments.dtypes or ("bfloat16" if device == "cuda" else "float32,bfloat16")).split(",")
     changes = {name: int(number) for name, number in (item.split("=") for item in arguments.set)}
-    results = [compare(device, dtype, arguments.rounds, arguments.compile, **changes) for dtype in dtypes]
+    results = [compare(device, dtype, arguments.rounds, **changes) for dtype in dtypes]
     write_json(arguments.output, {"environment": environment(), "results": results})
     print(table(results))
     print(f"Numbers: {arguments.output}")
