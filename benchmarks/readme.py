@@ -95,9 +95,6 @@ def demo_text() -> str:
     )
 
 
-_X_TRAIN = legend_text({"x train": NEEDLE_LEGEND["x train"]})
-
-
 def needles_text() -> str:
     """One change of the demo at a time; its own row first."""
     cases, demo = read_json(HERE / "needles.json"), record("demo")
