@@ -241,10 +241,11 @@ def read(settings: ReadSettings) -> None:
     and_traced = "" if trace is None else " and traced"
 
     def show(reader: Reader) -> None:
+        left, speed = max(0, reader.tokens_left), reader.tokens_per_second
         progress.show(
-            f"{reader.path.name}: {reader.num_tokens:,} tokens in memory{and_traced}, "
-            f"{reader.tokens_per_second:,.0f} tokens/s, {size(reader.cache.memory_bytes())} on disk, "
-            f"{size(resident_bytes())} in RAM"
+            f"{reader.path.name}: {reader.num_tokens:,} of about {reader.num_tokens + left:,} tokens in memory"
+            f"{and_traced}, {speed:,.0f}/s, {duration(left / max(speed, 1e-9))} left, "
+            f"{size(reader.cache.memory_bytes())} on disk, {size(resident_bytes())} in RAM"
         )
 
     dtype, tier = parse_dtype(settings.memory_dtype), settings.memory_tier
@@ -254,7 +255,13 @@ def read(settings: ReadSettings) -> None:
         expect_dtype(reader.cache, dtype, memory)
         for file in settings.files:
             before = reader.num_tokens
-            fresh = reader.read(file)
+            try:
+                fresh = reader.read(file)
+            except KeyboardInterrupt:
+                progress.say(
+                    f"{reader.num_tokens:,} tokens are saved in {memory}/." if reader.num_tokens else ""
+                )
+                raise
             read_now = f"{reader.num_tokens - before:,} tokens read" if fresh else "read already"
             progress.say(f"{file}: {read_now}")
     took = f" {duration(reader.seconds)}, {reader.tokens_per_second:,.0f} tokens/s." if reader.seconds else ""

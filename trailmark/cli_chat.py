@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trailmark.evaluation.generation import Sampling
     from trailmark.server.client import RemoteConversation
 
-_WORDS = 70  # characters of a passage's first words
+_LETTERS = 400  # of a passage at most: a chunk of 64 tokens is shown whole
 _LISTS = 4  # of passages at most, behind an answer
 
 
@@ -192,6 +192,6 @@ def _described(read: ReadChunk) -> str:
 def _beginning(text: str) -> str:
     """The first words, on one line, with nothing that a terminal obeys."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    if len(line) <= _WORDS:
+    if len(line) <= _LETTERS:
         return f'"{line}"'
-    return f'"{line[:_WORDS].rsplit(" ", 1)[0]} ..."'
+    return f'"{line[:_LETTERS].rsplit(" ", 1)[0]} ..."'

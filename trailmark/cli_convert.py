@@ -105,7 +105,16 @@ def convert(settings: ConvertSettings) -> None:
     if record["target"] in architectures():
         if record["parameters"]["new"]:
             typer.echo("What is new has learned nothing yet: docs/training.md tells how it is trained.")
-        typer.echo(f"Next: trailmark read {quote(str(settings.output))} TEXT --memory MEMORY")
+        made = quote(str(settings.output))
+        if (
+            "full_attention" in (record["fields"].get("layer_types") or ())
+            and record["target"] == "sliding_window"
+        ):
+            typer.echo(
+                f"Next: trailmark convert {made} -o READER --to hils reading=windows (docs/convert.md)"
+            )
+        else:
+            typer.echo(f"Next: trailmark read {made} TEXT --memory MEMORY")
 
 
 def _far_layers(settings: ConvertSettings, count: int, progress: Progress) -> str:

@@ -299,15 +299,18 @@ def _generation(fields: dict[str, Any], argument: str, where: str | os.PathLike[
 # --- around ------------------------------------------------------------------------------------------------------
 
 
+AGAIN = "If it is damaged or a part is missing, download or save it again."
+
+
 @contextmanager
-def loading(argument: str, what: str) -> Iterator[None]:
+def loading(argument: str, what: str, way_out: str = "") -> Iterator[None]:
     """A block in which transformers reads what a stranger may have written: any error becomes one line, a ValueError.
 
     transformers believes what stands in a folder: a wrong type or size is any error there is. What this module and our
     models say stays as it is.
 
     Args:
-        what: "cannot load 'runs/x'".
+        what: "cannot load 'runs/x'". way_out: a sentence.
     """
     try:
         yield
@@ -318,11 +321,13 @@ def loading(argument: str, what: str) -> Iterator[None]:
         if isinstance(error, ValueError) and text.startswith(f"{argument}: "):
             raise
         if "custom code" in text:
+            way_out = ""
             text = (
                 "it brings code of its own, which is never run. Use a model that transformers or trailmark knows, or "
                 "register its class in a program of yours"
             )
-        raise ValueError(f"{argument}: {what}: {_first_line(text)}.") from error
+        said = _first_line(text.removeprefix("Error ").strip())
+        raise ValueError(f"{argument}: {what}: {said}.{f' {way_out}' if way_out else ''}") from error
 
 
 def _innermost(error: BaseException) -> str:
@@ -366,9 +371,10 @@ def load_config(where: str | os.PathLike[str], argument: str, **options: Any) ->
     from transformers import AutoConfig
 
     local = expect_readable(where, argument)
-    name = str(Path(where) / "config.json") if Path(where).is_dir() else str(where)
+    file = options.get("gguf_file", "config.json")
+    name = str(Path(where) / file) if Path(where).is_dir() else str(where)
     options = network.from_pretrained_options(where, argument) | options
-    with loading(argument, f"cannot read {name!r}"):
+    with loading(argument, f"cannot read {name!r}", AGAIN if "gguf_file" in options else ""):
         config = AutoConfig.from_pretrained(str(where), **NO_CODE, **options)
     if not local:
         expect_sane(config.to_dict(), f"{argument}: {name!r}")
@@ -389,7 +395,7 @@ def load_model(
     expect_safetensors(where, argument)
     expect_fits(config, where, argument, layers=4)
     options = network.from_pretrained_options(where, argument) | options
-    with loading(argument, f"cannot load {str(where)!r}"):
+    with loading(argument, f"cannot load {str(where)!r}", AGAIN):
         model, found = auto.from_pretrained(
             str(where), output_loading_info=True, **NO_CODE, **WEIGHTS_ALONE, **options
         )

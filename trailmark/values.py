@@ -57,6 +57,16 @@ def count(value: Any) -> str:
     return shown(value, ",d")
 
 
+def layers_by_kind(kinds: Sequence[Any]) -> str:
+    """``full_attention 7, 14; sliding_attention the other 28``: the kind that most layers have comes last."""
+    numbers: dict[str, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        numbers.setdefault(str(kind), []).append(number)
+    *few, most = sorted(numbers, key=lambda kind: len(numbers[kind])) or [""]
+    said = [f"{kind} {', '.join(map(str, numbers[kind]))}" for kind in few]
+    return "; ".join([*said, f"{most} {f'the other {len(numbers[most])}' if few else 'all'}"])
+
+
 def listed(words: Sequence[str]) -> str:
     """``a, b and c``"""
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

@@ -13,10 +13,12 @@ import torch
 
 from tests.training.tiny import prose, write_run
 from trailmark.data.corpus import text_pieces, tokenize
+from trailmark.evaluation import reading
 from trailmark.evaluation.reading import Reader, parse_dtype
 from trailmark.evaluation.subject import Subject, load
 from trailmark.files import BusyError
 from trailmark.memory import verification
+from trailmark.models import causal_lm
 from trailmark.trace import texts
 from trailmark.training.config import load_run_config
 from trailmark.training.run import Run
@@ -115,6 +117,34 @@ def test_an_interrupted_reading_goes_on_where_it_stopped(
     verification.verify(tmp_path / "memory")
     reader = Reader(subject, tmp_path / "memory")
     assert reader.num_tokens == seen[-1]
+    assert [reader.read(book) for book in books] == [True, True]
+    torch.testing.assert_close(answer(subject, reader.cache), whole(subject, *books))
+
+
+def test_a_long_piece_of_a_file_is_saved_and_told_on_the_way(
+    subject: Subject, books: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large model takes an hour for a piece of a megabyte: who is killed then has what was saved before."""
+    monkeypatch.setattr(texts, "text_pieces", text_pieces)
+    monkeypatch.setattr(causal_lm, "_READ_TOKENS", 256)
+    monkeypatch.setattr(reading, "_SAVE_SECONDS", 0.0)
+    told: list[tuple[int, int]] = []
+
+    def killed(reader: Reader) -> None:
+        told.append((reader.num_tokens, reader.tokens_left))
+        if len(told) == 3:  # what lies there when the third piece of the model's own was read
+            shutil.copytree(tmp_path / "memory", tmp_path / "left")
+
+    Reader(subject, tmp_path / "memory", progress=killed).read(books[0])
+    count = len(tokenize([books[0].read_text()], subject.tokenizer))
+    piece = subject.model.reading_piece()
+    assert [done for done, _ in told[:3]] == [piece, 2 * piece, 3 * piece]
+    assert all(
+        abs(done + left - count) <= count // 20 for done, left in told
+    )  # a file's last line is a piece
+    verification.verify(tmp_path / "left")
+    reader = Reader(subject, tmp_path / "left")
+    assert reader.num_tokens == 2 * piece
     assert [reader.read(book) for book in books] == [True, True]
     torch.testing.assert_close(answer(subject, reader.cache), whole(subject, *books))
 

@@ -277,7 +277,7 @@ def decoded(
             "first, as with iconv -f latin1 -t utf-8."
         ) from error
     if not words:
-        raise NotText(f"{argument}: expected text, {str(path)!r} is empty.")
+        raise NotText(f"{argument}: expected text, {str(path)!r} is empty or holds white space alone.")
 
 
 def standard_library_texts(split: str) -> list[str]:

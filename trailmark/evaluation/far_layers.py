@@ -122,7 +122,7 @@ def _opened(base: Base) -> Any:
     elif base.gguf is None:
         model, _ = pretrained.load_model(Auto, base.config, base.folder, ARGUMENT, **options)
     else:
-        with pretrained.loading(ARGUMENT, f"cannot load {str(base.gguf)!r}"):
+        with pretrained.loading(ARGUMENT, f"cannot load {str(base.gguf)!r}", pretrained.AGAIN):
             model = Auto.from_pretrained(str(base.folder), **pretrained.NO_CODE, **options)
     pretrained.expect_finite(model.named_parameters(), ARGUMENT, base.name)
     return model.eval()

@@ -58,7 +58,7 @@ class Reader:
     ) -> None:
         self.subject, self.folder, self.progress = subject, folder, progress
         model = subject.model
-        self._take = take or model.read
+        self._take = take
         self._new = not folder.exists()
         self._held = saved.hold(folder)
         try:
@@ -75,6 +75,8 @@ class Reader:
             raise
         self.path = Path()
         self.seconds, self.tokens_read = 0.0, 0  # by this process
+        self.tokens_left = 0
+        """Of the file that is being read, about: as many tokens a byte as it has had."""
         self._saved_at = time.monotonic()
 
     def close(self) -> None:
@@ -128,26 +130,22 @@ class Reader:
         began = self.num_tokens
         try:
             for tokens in self._pieces(path, source):
-                start = time.perf_counter()
-                before, at = source["tokens"], self.num_tokens
+                counted = _Counted(self, source, tokens)
                 try:
-                    self._take_in(tokens, path, source)
+                    self._take_in(tokens, path, source, counted)
                 finally:  # also of a piece that was read in part
-                    source["tokens"] = before + self.num_tokens - at
-                    self._digest.update(tokens[: self.num_tokens - at].tobytes())
-                    source["sha256"] = self._digest.hexdigest()
-                    if source not in self.sources and source["tokens"]:
-                        self.sources.append(source)
-                    self.seconds += time.perf_counter() - start
-                    self.tokens_read += self.num_tokens - at
-                self.progress(self)
-                if time.monotonic() - self._saved_at > _SAVE_SECONDS:
-                    self.save()
+                    counted.add()
+                self._tell()
             source |= {"done": True, "file_sha256": self._bytes_digest.hexdigest()}
         finally:
             if self.num_tokens > began or source["done"]:
                 self.save()
         return True
+
+    def _tell(self) -> None:
+        self.progress(self)
+        if time.monotonic() - self._saved_at > _SAVE_SECONDS:
+            self.save()
 
     def _moved(self, path: Path, name: str) -> dict[str, Any] | None:
         """What was read of this file while it lay where nothing lies now; from here on it is known as ``name``."""
@@ -185,23 +183,40 @@ class Reader:
 
     def _tokens(self, path: Path, source: dict[str, Any]) -> Iterator[Tokens]:
         """What was not read yet of a file."""
-        self._digest, self._bytes_digest = hashlib.sha256(), hashlib.sha256()
-        look, way_out = self._bytes_digest.update, "Read it into another --memory."
+        self.digest, self._bytes_digest, self._looked = hashlib.sha256(), hashlib.sha256(), 0
+        way_out = "Read it into another --memory."
+
+        def look(block: bytes) -> None:
+            self._bytes_digest.update(block)
+            self._looked += len(block)
+
         first = not self.sources or source["path"] == self.sources[0]["path"]
         begin = self.subject.beginning if first else ()  # a text's beginning: the memory's
-        return tokens_after(path, self.subject.tokenizer, source, self._digest, "file", way_out, look, begin)
+        return tokens_after(path, self.subject.tokenizer, source, self.digest, "file", way_out, look, begin)
 
     def _pieces(self, path: Path, source: dict[str, Any]) -> Iterator[Tokens]:
+        given = source["tokens"]
         for tokens in self._tokens(path, source):
+            given, size = given + len(tokens), path.stat().st_size
+            self.tokens_left = given * max(size, self._looked) // max(1, self._looked) - source["tokens"]
             if self.trace is None:
                 yield tokens
             else:
                 yield from self.trace.tracer.pieces(tokens)
 
-    def _take_in(self, tokens: Tokens, path: Path, source: dict[str, Any]) -> None:
+    def _take_in(self, tokens: Tokens, path: Path, source: dict[str, Any], counted: _Counted) -> None:
         if self.trace is None:
             ids = torch.from_numpy(tokens).long()[None].to(self.subject.model.device)
-            self._take(ids, self.cache)
+
+            def told(done: int, total: int) -> None:
+                counted.add()
+                if done < total:
+                    self._tell()
+
+            if self._take is None:  # a piece of a file may take a large model an hour
+                self.subject.model.read(ids, self.cache, progress=told)
+            else:
+                self._take(ids, self.cache)
             return
         begins = None if source["tokens"] else source_of(path, self.num_tokens)
         self.trace.tracer.feed(tokens, begins)
@@ -214,6 +229,29 @@ class Reader:
         if self.trace is not None:
             self.trace.saved()
         self._saved_at = time.monotonic()
+
+
+class _Counted:
+    """What a memory's notes know of a piece of a file, while it is read."""
+
+    def __init__(self, reader: Reader, source: dict[str, Any], tokens: Tokens) -> None:
+        self._reader, self._source, self._tokens = reader, source, tokens
+        self._first, self._known = reader.num_tokens, 0
+        self._since = time.perf_counter()
+
+    def add(self) -> None:
+        """What the cache holds by now."""
+        reader, source = self._reader, self._source
+        held, now = reader.num_tokens - self._first, time.perf_counter()
+        more = self._tokens[self._known : held]
+        reader.digest.update(more.tobytes())
+        source |= {"tokens": source["tokens"] + len(more), "sha256": reader.digest.hexdigest()}
+        if source not in reader.sources and source["tokens"]:
+            reader.sources.append(source)
+        reader.tokens_left -= len(more)
+        reader.tokens_read += len(more)
+        reader.seconds += now - self._since
+        self._known, self._since = held, now
 
 
 def expect_dtype(cache: ChunkCache, dtype: torch.dtype | None, folder: Path) -> None:

@@ -194,7 +194,7 @@ def load(
         config = type(config).from_dict(config.to_dict() | changed)
     run = _read_run(_run_folder(folder) / "run.yaml")
     if ours:
-        with pretrained.loading("model", f"cannot load {where!r}"):
+        with pretrained.loading("model", f"cannot load {where!r}", pretrained.AGAIN):
             model, found = MODELS[config.model_type].from_pretrained(
                 where, config=config, output_loading_info=True, ignore_mismatched_sizes=True
             )

@@ -64,7 +64,7 @@ class Signed:
         start, stop = block * BLOCK_BYTES, self.end(block) - 1
         return damaged(
             self.path,
-            f"the SHA-256 in the manifest, got another in block {block} (bytes {start} ... {stop}, chunks "
+            f"the SHA-256 in the manifest, got another in block {block} (bytes {start} ... {stop}, records "
             f"{start // self.record_bytes} ... {stop // self.record_bytes})",
         )
 

@@ -18,7 +18,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from trailmark.models.registry import MODELS
 from trailmark.trained import trained_length
-from trailmark.values import in_common, number
+from trailmark.values import in_common, layers_by_kind, number
 
 Json = Mapping[str, Any]
 
@@ -26,7 +26,8 @@ _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_lower_layers", "num_encoder_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "qk_norm", "sliding_window",
     "layer_types", "window_position", "rope_scaling", "chunk_size",
-    "num_retrieved_chunks", "num_retrieval_groups", "retriever", "embedder", "retrieve_per", "memory_position",
+    "num_retrieved_chunks", "num_focus_chunks", "summary_tokens", "reading", "far_position", "far_distance",
+    "num_sinks", "num_retrieval_groups", "retriever", "embedder", "retrieve_per", "memory_position",
     "local_length", "max_position_embeddings", "block_size", "num_states", "dtype",
 )  # fmt: skip
 _DATA = (
@@ -129,9 +130,10 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _rows_of(section: str, fields: Json, names: Sequence[str]) -> list[tuple[str, str]]:
     """A table's row for each of these fields that is there."""
-    return [
-        (f"`{section}{name}`", _shown(fields[name], "g")) for name in names if fields.get(name) is not None
-    ]
+    found = {name: fields[name] for name in names if fields.get(name) is not None}
+    if isinstance(kinds := found.get("layer_types"), list):
+        found["layer_types"] = layers_by_kind(kinds)
+    return [(f"`{section}{name}`", _shown(value, "g")) for name, value in found.items()]
 
 
 def _named(fields: Json) -> str:
@@ -187,8 +189,12 @@ def _conversion(record: Json | None) -> str:
         return ""
     of = f"{plain(base.get('family'))}, {_shown(counts.get('base'))} parameters"
     revision = f", revision {plain(base['revision'])}" if base.get("revision") else ""
+    before = _mapping(base.get("of"))
+    came = f", which came from {plain(_last_part(before.get('name')))}" if before else ""
+    if before.get("sha256"):
+        came += f" (SHA-256 {plain(before['sha256'])})"
     said = (
-        f"Converted from {plain(_last_part(base.get('name')))} ({of}{revision}): {_shown(counts.get('copied'))} "
+        f"Converted from {plain(_last_part(base.get('name')))} ({of}{revision}){came}: {_shown(counts.get('copied'))} "
         f"parameters as they were, {_shown(counts.get('permuted'))} in another order, {_shown(counts.get('new'))} new."
     )
     if "learned" in counts:

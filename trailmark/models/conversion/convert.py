@@ -129,7 +129,8 @@ def _target(to: str | None, additions: Additions | None) -> str:
     known = targets() if additions is None else [*TARGETS]
     if additions is not None and to not in (None, additions.target):
         raise ValueError(
-            f"to: expected {additions.target}, of which these are the additions, got {brief(to)}. Leave it out."
+            f"to: expected {additions.target}, of which these are the additions, got {brief(to)}. Leave it out; what "
+            f"comes of it can be converted once more, with --to {to}."
         )
     to = to if additions is None else additions.target
     if to is None:
@@ -189,6 +190,8 @@ def _forth(asked: _Asked) -> _Work:
     }  # fmt: skip
     if left_out:
         about["tokens_left_out"] = left_out
+    if base.ours is not None and (before := read_json(base.folder / report.RECORD)) is not None:
+        about["of"] = report.origin(before)
     record = _record(asked, about, tensors, dtype, config, rows)
     return _Work(
         base.name, base.folder, base.options, tokenizer, tensors, dtype, config, parts, shapes, record, asked.additions

@@ -9,6 +9,7 @@ from typing import Any
 
 from trailmark.models.conversion.parts import KINDS, Parts
 from trailmark.untrusted import brief
+from trailmark.values import layers_by_kind
 
 RECORD = "conversion.json"
 KIND, FORMAT = "trailmark conversion", 1
@@ -31,6 +32,13 @@ def rows(parts: Parts, shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, 
     return list(found.values())
 
 
+def origin(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What the base of a conversion was, for the record of one that goes on from it."""
+    base = record.get("base")
+    known = base if isinstance(base, dict) else {}
+    return {name: known[name] for name in ("name", "revision", "family", "sha256", "of") if known.get(name)}
+
+
 def lines(record: Mapping[str, Any]) -> list[str]:
     """The record of a conversion for people."""
     base, target = record["base"], record["target"]
@@ -51,5 +59,13 @@ def lines(record: Mapping[str, Any]) -> list[str]:
         said.append(
             f"left out of the tokenizer, for the model has no embedding of them: {', '.join(map(brief, out))}"
         )
-    said.append(f"set: {', '.join(f'{name} {value}' for name, value in record['fields'].items())}")
+    said.append(
+        f"set: {', '.join(f'{name} {_shown(name, value)}' for name, value in record['fields'].items())}"
+    )
     return said
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "layer_types" and value:
+        return layers_by_kind(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -121,7 +121,7 @@ class GGUFFile:
 
         assert base.gguf is not None
         self.files, config = [base.gguf], base.config
-        with pretrained.loading(ARGUMENT, f"cannot load {str(base.gguf)!r}"):
+        with pretrained.loading(ARGUMENT, f"cannot load {str(base.gguf)!r}", pretrained.AGAIN):
             reader = GGUFReader(str(base.gguf))
             (kind,) = theirs.read_field(reader, "general.architecture")
             heads = {name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads")}

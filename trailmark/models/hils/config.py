@@ -170,7 +170,7 @@ class HiLSConfig(TrailmarkConfig):
             far is None or (self.far_position == "window" and far >= (self.sliding_window or 0)),
             "far_distance",
             far,
-            "None, or with far_position 'window' at least sliding_window",
+            f"None, or with far_position 'window' at least sliding_window ({self.sliding_window})",
         )
         expect(
             self.sliding_window is not None and self.sliding_window >= 3,

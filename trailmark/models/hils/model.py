@@ -449,16 +449,20 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         apart = (
             " A text that is read passes through windows alone." if config.get("reading") == "windows" else ""
         )
-        title, papers = "Attention to chunks that each token chooses", _PAPERS.get(score, ())
+        kinds = config.get("layer_types")
+        where = "every layer"
+        if isinstance(kinds, list):
+            where = f"{kinds.count('full_attention')} of its {len(kinds)} layers"
+        title, papers = "model whose tokens choose chunks to attend to", _PAPERS.get(score, ())
         if score == "mass":
-            title = "Block-sparse attention"
+            title = "model with block-sparse attention"
         elif (score, weights, config.get("summary_tokens")) == ("mean", "keys", None):
-            title = "MoBA"
+            title = "MoBA model"
         elif (score, weights) == ("expansion", "score"):
-            title = "HiLS"
+            title = "HiLS model"
         return CardFacts(
             title,
-            "Every token attends to a window and, in every layer, to the few chunks beyond it that would get the "
+            f"Every token attends to a window and, in {where}, to the few chunks beyond it that would get the "
             f"largest share of its attention.{apart}",
             papers,
         )
