@@ -71,6 +71,9 @@ def test_some_layers_look_far(to: str, window: str, tmp_path: Path, command: Com
     assert code == 0
     first = out.splitlines()[0]
     assert first.startswith("The 2 of 4 layers that look far most")
+    # a model with windows alone, some layers of which see all, is none to read with
+    following = {"hils": "trailmark read ", "sliding_window": "trailmark convert "}[to]
+    assert f"Next: {following}{tmp_path / 'new'} " in out
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     kinds = config["layer_types"]
     assert [f"{n} (" in first for n in range(4)] == [kind == "full_attention" for kind in kinds]

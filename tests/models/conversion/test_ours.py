@@ -45,6 +45,20 @@ def test_its_windows_and_sinks_are_kept(tmp_path: Path) -> None:
     _expect_same(tmp_path / "ours", tmp_path / "again")
 
 
+def test_its_card_says_what_it_was_made_of(tmp_path: Path) -> None:
+    """And of how many layers tokens choose."""
+    converted(save(made("llama"), tmp_path / "base"), tmp_path / "ours", "sliding_window", *WINDOWS)
+    converted(tmp_path / "ours", tmp_path / "further", "hils")
+    record = json.loads((tmp_path / "further" / "conversion.json").read_text())
+    begun = json.loads((tmp_path / "ours" / "conversion.json").read_text())["base"]
+    assert record["base"]["of"] == {name: begun[name] for name in ("name", "family", "sha256")}
+    card = (tmp_path / "further" / "README.md").read_text()
+    assert "Converted from ours (llama, " in card
+    assert f"which came from base (SHA-256 {begun['sha256']})" in card
+    assert "in 2 of its 4 layers, to the few chunks" in card
+    assert r"| `layer_types` | sliding\_attention 0, 2; full\_attention the other 2 |" in card
+
+
 def test_what_a_window_was_trained_without_is_not_added(tmp_path: Path) -> None:
     base = save(made("llama"), tmp_path / "base")
     converted(base, tmp_path / "ours", "sliding_window", *WINDOWS, "num_sinks=0")
