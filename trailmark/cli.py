@@ -322,7 +322,8 @@ class VerifySettings(Settings):
     """The options of ``trailmark verify``."""
 
     folder: Path = setting(
-        help="A memory, a corpus, a neighbour table, a checkpoint, or a run with checkpoints.", argument=True
+        help="A memory, a corpus, a neighbour table, a checkpoint, a run with checkpoints, or what convert made.",
+        argument=True,
     )
 
 

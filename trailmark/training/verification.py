@@ -8,9 +8,11 @@ from pathlib import Path
 from trailmark.data import pairs, shards
 from trailmark.data.neighbours import files as neighbour_files
 from trailmark.data.neighbours import table as neighbours
-from trailmark.files import Progress
+from trailmark.files import Progress, read_json
 from trailmark.memory import manifest as memory_manifest
 from trailmark.memory import verification as memory
+from trailmark.models.card.files import weights_sha256
+from trailmark.models.conversion.report import RECORD
 from trailmark.training import checkpoints
 from trailmark.training.checkpoints import CHECKPOINTS
 from trailmark.training.final_model import (
@@ -27,7 +29,8 @@ def verify(
     progress: Progress = lambda done, total: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[str]:
-    """Every byte of a corpus, pairs, a neighbour table, a checkpoint, a run's checkpoints and final model, or a memory.
+    """Every byte of a corpus, pairs, a neighbour table, a checkpoint, a run's checkpoints and final model, or a memory;
+    of a converted model every byte of its weights.
 
     Args:
         say: told in a sentence what lies there and has nothing to be compared with.
@@ -58,6 +61,13 @@ def verify(
         if lacks_manifest(folder):
             say(f"{folder}: final model: not compared, there is no {MODEL_MANIFEST}.")
         return whole
+    if (written := _written_by_convert(folder)) is not None:
+        if weights_sha256(folder) != written:
+            raise ValueError(
+                f"folder: the weights in {str(folder)!r} are not those that trailmark convert wrote: they are damaged, "
+                "or were changed since. Convert the base again."
+            )
+        return [str(folder)]
     if not (folder / memory_manifest.NAME).exists():
         if lacks_manifest(folder):
             raise ValueError(
@@ -70,6 +80,13 @@ def verify(
         )
     memory.verify(folder, progress)
     return [str(folder)]
+
+
+def _written_by_convert(folder: Path) -> str | None:
+    """The hash of the weights that a conversion left there; None: it left none."""
+    record = read_json(folder / RECORD)
+    written = record.get("weights_sha256") if isinstance(record, dict) else None
+    return written if isinstance(written, str) else None
 
 
 def _verify_run(folder: Path, steps: list[Path], signed: bool, progress: Progress) -> list[str]:

@@ -14,6 +14,7 @@ from tests.models.tiny import window_model
 from trailmark.models.conversion.additions import ADDITIONS, Additions
 from trailmark.models.conversion.convert import convert
 from trailmark.pretrained import load_config
+from trailmark.training.verification import verify
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,6 +58,19 @@ def test_its_card_says_what_it_was_made_of(tmp_path: Path) -> None:
     assert f"which came from base (SHA-256 {begun['sha256']})" in card
     assert "in 2 of its 4 layers, to the few chunks" in card
     assert r"| `layer_types` | sliding\_attention 0, 2; full\_attention the other 2 |" in card
+
+
+def test_its_weights_are_those_that_were_written(tmp_path: Path) -> None:
+    converted(save(made("llama"), tmp_path / "base"), tmp_path / "ours", "sliding_window")
+    assert verify(tmp_path / "ours") == [str(tmp_path / "ours")]
+    file = tmp_path / "ours" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(
+        ValueError, match="^folder: the weights in .* are not those that trailmark convert wrote"
+    ):
+        verify(tmp_path / "ours")
 
 
 def test_what_a_window_was_trained_without_is_not_added(tmp_path: Path) -> None:
