@@ -68,7 +68,7 @@ def test_its_weights_are_those_that_were_written(tmp_path: Path) -> None:
     content[-9] ^= 1
     file.write_bytes(content)
     with pytest.raises(
-        ValueError, match="^folder: the weights in .* are not those that trailmark convert wrote"
+        ValueError, match=r"^folder: the weights in .* are not those that trailmark convert wrote"
     ):
         verify(tmp_path / "ours")
 

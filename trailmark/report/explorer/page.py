@@ -146,11 +146,14 @@ def build(
             contradicts itself.
     """
     expect_page(output)
-    began = time.monotonic()
+    began: list[tuple[int, float]] = []  # at the first call: what came before was loading
 
     def show(tokens: int) -> None:
-        speed = tokens / max(1e-9, time.monotonic() - began)
-        progress(f"{tokens:,} tokens read, with retrieval and without, {speed:,.0f} tokens/s")
+        began.append((tokens, time.monotonic()))
+        first, since = began[0]
+        speed = f", {(tokens - first) / (began[-1][1] - since):,.0f} tokens/s" if tokens > first else ""
+        del began[1:]
+        progress(f"{tokens:,} tokens read, with retrieval and without{speed}")
 
     document = collect(header, entries, show)
     progress(f"writing {output}")
