@@ -146,13 +146,13 @@ def build(
             contradicts itself.
     """
     expect_page(output)
-    began: list[tuple[int, float]] = []  # at the first call: what came before was loading
+    first: tuple[int, float] | None = None  # what came before was loading
 
     def show(tokens: int) -> None:
-        began.append((tokens, time.monotonic()))
-        first, since = began[0]
-        speed = f", {(tokens - first) / (began[-1][1] - since):,.0f} tokens/s" if tokens > first else ""
-        del began[1:]
+        nonlocal first
+        now = time.monotonic()
+        first = first or (tokens, now)
+        speed = f", {(tokens - first[0]) / (now - first[1]):,.0f} tokens/s" if now > first[1] else ""
         progress(f"{tokens:,} tokens read, with retrieval and without{speed}")
 
     document = collect(header, entries, show)
