@@ -439,7 +439,11 @@ def _explain(error: Exception) -> str | None:
         way_out = ". Free some space and start the same command again; what was saved before is whole."
         return f"{error.strerror or error}{where}{way_out if full else ''}"
     if type(error).__module__.startswith(("typer", "click")):
-        return getattr(error, "format_message", lambda: str(error))()
+        said = getattr(error, "format_message", lambda: str(error))()
+        context = getattr(error, "ctx", None)
+        if not said or context is None:
+            return said
+        return f"{said}{'' if said[-1] in '.?!' else '.'} See {context.command_path} --help."
     return None
 
 
