@@ -52,6 +52,8 @@ from trailmark.evaluation.needles.suite import NeedleSettings
 from trailmark.evaluation.subject import Subject
 from trailmark.files import read_json, write_json
 from trailmark.memory import ChunkCache
+from trailmark.models.conversion.convert import open_any_base
+from trailmark.models.conversion.targets import TARGETS
 from trailmark.report.console import Progress
 from trailmark.training.config import load_run_config
 from trailmark.training.run import HISTORY_FILE
@@ -59,11 +61,7 @@ from trailmark.training.run import HISTORY_FILE
 OUTPUT = Path(__file__).with_suffix(".json")
 WORDS = ("sentences", "paraphrases")
 WIDE, FOCUSES = 32, (32, 4)  # chunks: the first is what was chosen before
-SEED, ALONE, HAYSTACKS = (
-    1,
-    20,
-    2,
-)  # of the part focus: so many facts of each format, in so many haystacks at most
+SEED, HAYSTACKS = 1, 2  # of the part focus: haystacks at most, at each length
 QUESTION, WRITTEN, REPEATS = "The name of the house in which he was born is", 16, 3
 
 
@@ -179,6 +177,7 @@ def focus(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         for count in FOCUSES
     ]
     alone = Alone(options.folder, needles.text, progress)
+    sets = TARGETS["hils"].defaults(open_any_base(options.folder / "shipped"), {"reading": "windows"})
     rows = list[dict[str, Any]]()
     for length, count in zip(options.longest, options.facts, strict=True):
         lines = alone.ask(length, count)
@@ -186,7 +185,14 @@ def focus(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             own = [x for x in lines if (x["format"], x["chat"], x["focus"]) == (format, chat, count)]
             row = {"length": length, "format": format, "chat": chat, "focus": count}
             rows.append(row | {name: x for name, x in summary(own).items() if name != "asked"})
-        found = {"rows": rows, "many": many, "fields": READER, "chunks": READ, "seed": SEED}
+        found = {
+            "rows": rows,
+            "many": many,
+            "fields": READER,
+            "chunks": READ,
+            "seed": SEED,
+            "set": sets["num_focus_chunks"],
+        }
         keep(options.output, "focus", found | about(options))
     return found | about(options)
 
@@ -322,6 +328,13 @@ def main() -> None:
     )
     parser.add_argument("--questions", type=int, default=100, help="about needles, in short texts")
     parser.add_argument("--singles", type=int, default=20, help="about the only needle of a short text")
+    parser.add_argument(
+        "--facts",
+        type=int,
+        nargs="*",
+        default=(10, 10),
+        help="of each format at each of the lengths of --longest, in the part focus",
+    )
     parser.add_argument(
         "--few", type=int, default=10, help="questions in long texts, in the parts reader and words"
     )

@@ -162,8 +162,15 @@ def test_a_template_is_given_its_option(
             "template: enable_thinking: expected true, false, a number or a text, got [1]",
         ),
         ("enable_thinking", "template: expected key=value"),
+        (
+            "enable_thinking='<|im_end|>'",
+            "template: enable_thinking: expected a text that spells no control token",
+        ),
+        ("bos_token=x", "template: expected enable_thinking"),
     ):
         assert told in refused("chat", model, "--template", wrong)
+    twice = ("--template", "enable_thinking=true", "--template", "enable_thinking=false")
+    assert "template: expected each option once" in refused("chat", model, *twice)
     assert "template: expected none with --plain" in refused(
         "chat", model, "--plain", "--template", "enable_thinking=false"
     )

@@ -258,9 +258,8 @@ def read(settings: ReadSettings) -> None:
             try:
                 fresh = reader.read(file)
             except KeyboardInterrupt:
-                progress.say(
-                    f"{reader.num_tokens:,} tokens are saved in {memory}/." if reader.num_tokens else ""
-                )
+                if reader.tokens_saved:
+                    progress.say(f"{reader.tokens_saved:,} tokens are saved in {memory}/.")
                 raise
             read_now = f"{reader.num_tokens - before:,} tokens read" if fresh else "read already"
             progress.say(f"{file}: {read_now}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trailmark.evaluation.generation import Sampling
     from trailmark.server.client import RemoteConversation
 
-_LETTERS = 400  # of a passage at most: a chunk of 64 tokens is shown whole
+_CHARACTERS = 400  # of a passage at most: chunks of 64 tokens are shown whole
 _LISTS = 4  # of passages at most, behind an answer
 
 
@@ -127,8 +127,11 @@ def _there(settings: ChatSettings) -> RemoteConversation:
 
 
 def _template(settings: ChatSettings) -> dict[str, bool | int | float | str]:
-    options = dict(parse_override("template", text) for text in settings.template)
-    for name, value in options.items():
+    pairs = [parse_override("template", text) for text in settings.template]
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise ValueError("template: expected each option once, one is given twice. Leave one of them out.")
+    for name, value in pairs:
         if not isinstance(value, bool | int | float | str):
             raise ValueError(f"template: {name}: expected true, false, a number or a text, got {value!r}.")
     return options
@@ -190,8 +193,8 @@ def _described(read: ReadChunk) -> str:
 
 
 def _beginning(text: str) -> str:
-    """The first words, on one line, with nothing that a terminal obeys."""
+    """On one line, with nothing that a terminal obeys; of a longer text the first words."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    if len(line) <= _LETTERS:
+    if len(line) <= _CHARACTERS:
         return f'"{line}"'
-    return f'"{line[:_LETTERS].rsplit(" ", 1)[0]} ..."'
+    return f'"{line[:_CHARACTERS].rsplit(" ", 1)[0]} ..."'

@@ -395,7 +395,7 @@ def load_model(
     expect_safetensors(where, argument)
     expect_fits(config, where, argument, layers=4)
     options = network.from_pretrained_options(where, argument) | options
-    with loading(argument, f"cannot load {str(where)!r}", AGAIN):
+    with loading(argument, f"cannot load {str(where)!r}"):
         model, found = auto.from_pretrained(
             str(where), output_loading_info=True, **NO_CODE, **WEIGHTS_ALONE, **options
         )

@@ -149,6 +149,43 @@ def test_a_long_piece_of_a_file_is_saved_and_told_on_the_way(
     torch.testing.assert_close(answer(subject, reader.cache), whole(subject, *books))
 
 
+@pytest.mark.parametrize("at", ["_digest", "tokens_left", "seconds"])
+def test_a_stop_while_tokens_are_counted_loses_none(
+    subject: Subject, books: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    monkeypatch.setattr(texts, "text_pieces", text_pieces)
+    monkeypatch.setattr(causal_lm, "_READ_TOKENS", 256)
+    set_it, stops = Reader.__setattr__, [3]
+
+    def stopped(reader: Reader, name: str, value: Any) -> None:
+        if name == at and reader.cache.get_seq_length() >= 240:
+            stops[0] -= 1
+            if not stops[0]:
+                raise KeyboardInterrupt
+        set_it(reader, name, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reader, "__setattr__", stopped)
+        reader = Reader(subject, tmp_path / "memory")
+        with pytest.raises(KeyboardInterrupt):
+            reader.read(books[0])
+    del reader
+    verification.verify(tmp_path / "memory")
+    reader = Reader(subject, tmp_path / "memory")
+    assert 0 < reader.num_tokens == sum(source["tokens"] for source in reader.sources)
+    assert [reader.read(book) for book in books] == [True, True]
+    torch.testing.assert_close(answer(subject, reader.cache), whole(subject, *books))
+
+
+def test_a_file_that_goes_while_it_is_read_is_read(
+    subject: Subject, books: list[Path], tmp_path: Path
+) -> None:
+    expected = whole(subject, books[0])
+    reader = Reader(subject, tmp_path / "memory", progress=lambda reader: books[0].unlink(missing_ok=True))
+    assert reader.read(books[0])
+    torch.testing.assert_close(answer(subject, reader.cache), expected)
+
+
 @pytest.mark.parametrize("whole_text", [True, False])
 def test_a_text_that_was_moved_is_known_again(
     subject: Subject, books: list[Path], tmp_path: Path, whole_text: bool

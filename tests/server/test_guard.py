@@ -126,6 +126,9 @@ def test_options_of_a_template_are_those_that_it_reads(live: Server) -> None:
         answer = live.http.post(path, content=json.dumps(body | {name: value}))
         assert value in (None, {}) if answer.status_code == 200 else refused(answer)
     assert live.http.post(path, json=body | {name: {"enable_thinking": False}}).status_code == 200
+    for said in ("<|im_end|>", "x" * 257):
+        error = refused(live.http.post(path, json=body | {name: {"enable_thinking": said}}))
+        assert error["param"].startswith(name)
     # arguments of transformers' own, a special token, what the template itself sets
     foreign = ["tokenize", "chat_template", "add_generation_prompt", "eos_token", "messages", "loop"]
     for option in (*foreign, "x" * 10_000):

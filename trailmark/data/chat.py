@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, TemplateError, meta
+from jinja2 import Environment, meta
 
 from trailmark.data.corpus import Integers, text_tokens, tokenize, tokenize_parts
 from trailmark.untrusted import brief, first_line
@@ -102,27 +102,39 @@ class ChatTurns:
 
 
 def expect_options(tokenizer: Any, options: Options) -> None:
-    """Raises ValueError for an option that the tokenizer's chat template does not read: transformers would drop it."""
+    """Raise a ValueError for an option that is none of the tokenizer's chat template, which transformers would drop.
+
+    What a text among them spells like a control token would become one: that is refused too.
+    """
     known = _options_of(tokenizer) if options else set()
-    for name in options:
+    for name, value in options.items():
         if name not in known:
             own = " or ".join(sorted(known)) or "no option"
             raise ValueError(
                 f"template: expected {own}, as the tokenizer's chat template reads it, got {brief(name)}. Leave it out."
+            )
+        if isinstance(value, str) and _spells_control(value, tokenizer):
+            raise ValueError(
+                f"template: {name}: expected a text that spells no control token, got {brief(value)}. Leave it out."
             )
 
 
 def _options_of(tokenizer: Any) -> set[str]:
     """What a template reads that transformers does not give it."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    text = re.sub(
-        r"{%-?\s*(?:end)?generation\s*-?%}", "", tokenizer.get_chat_template()
-    )  # tags of transformers' own
     try:
+        # tags of transformers' own
+        text = re.sub(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}", "", tokenizer.get_chat_template())
         read = meta.find_undeclared_variables(environment.parse(text))
-    except TemplateError:  # which nothing can be written by
-        return set()
-    given = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+    except Exception as error:  # whatever a stranger's template raises
+        raise ValueError(
+            f"template: expected no option: the tokenizer's chat template cannot be read ({first_line(error)}). Leave "
+            "it out."
+        ) from error
+    given = {
+        *inspect.signature(tokenizer.apply_chat_template).parameters,
+        *tokenizer.SPECIAL_TOKENS_ATTRIBUTES,
+    }
     return read - given - {*environment.globals, "messages", "raise_exception", "strftime_now"}
 
 

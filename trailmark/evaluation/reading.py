@@ -36,10 +36,16 @@ class Reader:
         memory_dtype: of keys and values of a new memory, or of landmark vectors where it keeps tokens; None: the
             model's.
         progress: called now and then with the reader.
-        take: reads tokens [1, T] into the memory; None: the model does. A server's takes turns with its answers.
+        take: reads tokens [1, T] into the memory, and tells now and then how many and T; None: the model does. A
+            server's takes turns with its answers.
         trace: a file for what each chunk read and what each token cost (docs/trace.md), from the memory's first token
             on; it takes both forwards in full, where a memory alone takes the lower layers.
         memory_tier: of a new memory: "disk" (keys and values), or "tokens".
+
+    Attributes:
+        seconds, tokens_read: of reading, by this process.
+        tokens_left: of the file that is being read, about: as many tokens a byte as it has had.
+        tokens_saved: of all files, in the folder.
 
     Raises:
         ValueError: a memory of another model, a damaged one, or one that another process reads into; as
@@ -53,7 +59,7 @@ class Reader:
         memory_dtype: torch.dtype | None = None,
         progress: Callable[[Reader], None] = lambda reader: None,
         trace: Path | None = None,
-        take: Callable[[torch.Tensor, ChunkCache], object] | None = None,
+        take: Callable[[torch.Tensor, ChunkCache, Callable[[int, int], None]], object] | None = None,
         memory_tier: str = "disk",
     ) -> None:
         self.subject, self.folder, self.progress = subject, folder, progress
@@ -74,9 +80,8 @@ class Reader:
             self.close()
             raise
         self.path = Path()
-        self.seconds, self.tokens_read = 0.0, 0  # by this process
-        self.tokens_left = 0
-        """Of the file that is being read, about: as many tokens a byte as it has had."""
+        self.seconds, self.tokens_read, self.tokens_left = 0.0, 0, 0
+        self.tokens_saved = self.num_tokens
         self._saved_at = time.monotonic()
 
     def close(self) -> None:
@@ -183,7 +188,7 @@ class Reader:
 
     def _tokens(self, path: Path, source: dict[str, Any]) -> Iterator[Tokens]:
         """What was not read yet of a file."""
-        self.digest, self._bytes_digest, self._looked = hashlib.sha256(), hashlib.sha256(), 0
+        self._digest, self._bytes_digest, self._looked = hashlib.sha256(), hashlib.sha256(), 0
         way_out = "Read it into another --memory."
 
         def look(block: bytes) -> None:
@@ -192,12 +197,12 @@ class Reader:
 
         first = not self.sources or source["path"] == self.sources[0]["path"]
         begin = self.subject.beginning if first else ()  # a text's beginning: the memory's
-        return tokens_after(path, self.subject.tokenizer, source, self.digest, "file", way_out, look, begin)
+        return tokens_after(path, self.subject.tokenizer, source, self._digest, "file", way_out, look, begin)
 
     def _pieces(self, path: Path, source: dict[str, Any]) -> Iterator[Tokens]:
-        given = source["tokens"]
+        given, size = source["tokens"], path.stat().st_size if path.is_file() else 0
         for tokens in self._tokens(path, source):
-            given, size = given + len(tokens), path.stat().st_size
+            given += len(tokens)
             self.tokens_left = given * max(size, self._looked) // max(1, self._looked) - source["tokens"]
             if self.trace is None:
                 yield tokens
@@ -208,15 +213,16 @@ class Reader:
         if self.trace is None:
             ids = torch.from_numpy(tokens).long()[None].to(self.subject.model.device)
 
-            def told(done: int, total: int) -> None:
+            def told(done: int, total: int) -> None:  # a piece of a file may take a large model an hour
                 counted.add()
                 if done < total:
                     self._tell()
+                    counted.leave_out()
 
-            if self._take is None:  # a piece of a file may take a large model an hour
+            if self._take is None:
                 self.subject.model.read(ids, self.cache, progress=told)
             else:
-                self._take(ids, self.cache)
+                self._take(ids, self.cache, told)
             return
         begins = None if source["tokens"] else source_of(path, self.num_tokens)
         self.trace.tracer.feed(tokens, begins)
@@ -228,6 +234,7 @@ class Reader:
         self.cache.save(self.folder, self._held)
         if self.trace is not None:
             self.trace.saved()
+        self.tokens_saved = self.num_tokens
         self._saved_at = time.monotonic()
 
 
@@ -236,22 +243,30 @@ class _Counted:
 
     def __init__(self, reader: Reader, source: dict[str, Any], tokens: Tokens) -> None:
         self._reader, self._source, self._tokens = reader, source, tokens
-        self._first, self._known = reader.num_tokens, 0
+        self._first, self._before = reader.num_tokens, source["tokens"]
         self._since = time.perf_counter()
 
     def add(self) -> None:
-        """What the cache holds by now."""
+        """What the cache holds by now. Stopped anywhere, it can be called again."""
         reader, source = self._reader, self._source
-        held, now = reader.num_tokens - self._first, time.perf_counter()
-        more = self._tokens[self._known : held]
-        reader.digest.update(more.tobytes())
-        source |= {"tokens": source["tokens"] + len(more), "sha256": reader.digest.hexdigest()}
-        if source not in reader.sources and source["tokens"]:
+        known, held = source["tokens"] - self._before, reader.num_tokens - self._first
+        more = self._tokens[known:held]
+        if len(more):
+            digest = reader._digest.copy()
+            digest.update(more.tobytes())
+            source.update(tokens=self._before + held, sha256=digest.hexdigest())  # in one step
+            reader._digest = digest
+            reader.tokens_left -= len(more)
+            reader.tokens_read += len(more)
+        if source["tokens"] and source not in reader.sources:
             reader.sources.append(source)
-        reader.tokens_left -= len(more)
-        reader.tokens_read += len(more)
+        now = time.perf_counter()
         reader.seconds += now - self._since
-        self._known, self._since = held, now
+        self._since = now
+
+    def leave_out(self) -> None:
+        """What was done since :meth:`add` was no reading."""
+        self._since = time.perf_counter()
 
 
 def expect_dtype(cache: ChunkCache, dtype: torch.dtype | None, folder: Path) -> None:

@@ -77,7 +77,7 @@ def load_state(
             raise ValueError(
                 f"folder: expected a memory written by this model, the one in {str(folder)!r} was written with "
                 f"another {key} ({_brief(wrote)}, not {_brief(value)}). Load it with the model that "
-                "wrote it, all fields of which it depends on being as they were, or read the text again."
+                "wrote it, without a change of that field, or read the text again."
             )
     shape, notes = there.record_shape, there.header.get("notes", {})
     try:

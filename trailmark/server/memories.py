@@ -320,7 +320,8 @@ class Memories:
     async def _append(self, name: str, document: str, part: Path, served: Served, progress: Progress) -> None:
         loop = asyncio.get_running_loop()
 
-        def take(ids: torch.Tensor, cache: ChunkCache) -> None:
+        def take(ids: torch.Tensor, cache: ChunkCache, told: Callable[[int, int], None]) -> None:
+            done = 0
             for piece in ids.split(_PIECE, dim=1):
                 if self._stopping:
                     raise RequestError(503, "The server stops. Send the text again: it goes on from here.")
@@ -328,6 +329,8 @@ class Memories:
                 asyncio.run_coroutine_threadsafe(served.engine.read(cache, tokens), loop).result()
                 self._writing[name] = {"document": document, "tokens": cache.get_seq_length()}
                 loop.call_soon_threadsafe(progress, document, cache.get_seq_length())
+                done += len(tokens)
+                told(done, ids.shape[1])
 
         def work() -> None:
             folder = self.expect(name)

@@ -14,6 +14,7 @@ _MOST_MESSAGES, _MOST_TEXTS = 10_000, 16
 MemoryName = Annotated[str, StringConstraints(pattern=rf"^{MEMORY_NAME}\z")]
 DocumentName = Annotated[str, StringConstraints(pattern=rf"^{DOCUMENT_NAME}\z")]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+OptionText = Annotated[str, StringConstraints(max_length=256)]
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
@@ -133,7 +134,9 @@ class ChatRequest(_Generation):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     # vLLM's: options that the model's chat template reads, as Qwen3's enable_thinking
-    chat_template_kwargs: Annotated[dict[str, bool | int | float | str], Field(max_length=16)] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[str, bool | int | float | OptionText], Field(max_length=16)] | None
+    ) = None
     modalities: list[Literal["text"]] | None = None
     # refused by name where they ask for something
     tools: Annotated[list[Any], Field(max_length=0)] | None = None

@@ -67,16 +67,18 @@ def verify(
                 f"folder: the weights in {str(folder)!r} are not those that trailmark convert wrote: they are damaged, "
                 "or were changed since. Convert the base again."
             )
-        return [str(folder)]
+        say(f"{folder}: a converted model; configuration and tokenizer have no hash, and were not compared.")
+        return [str(folder / "model.safetensors")]
     if not (folder / memory_manifest.NAME).exists():
         if lacks_manifest(folder):
             raise ValueError(
                 f"folder: expected what was saved with hashes, {str(folder)!r} holds a model without {MODEL_MANIFEST}, "
-                "which cannot be compared. trailmark train writes one with each model."
+                "which cannot be compared. trailmark train writes one with each model, trailmark convert a hash into "
+                f"{RECORD}."
             )
         raise ValueError(
-            f"folder: expected a memory, a prepared corpus, a neighbour table, a checkpoint or a run with checkpoints, "
-            f"{str(folder)!r} is none of these, or one that was never finished."
+            "folder: expected a memory, a prepared corpus, a neighbour table, a checkpoint, a run with checkpoints or "
+            f"a converted model, {str(folder)!r} is none of these, or one that was never finished."
         )
     memory.verify(folder, progress)
     return [str(folder)]

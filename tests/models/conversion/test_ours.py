@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -62,8 +63,9 @@ def test_its_card_says_what_it_was_made_of(tmp_path: Path) -> None:
 
 def test_its_weights_are_those_that_were_written(tmp_path: Path) -> None:
     converted(save(made("llama"), tmp_path / "base"), tmp_path / "ours", "sliding_window")
-    assert verify(tmp_path / "ours") == [str(tmp_path / "ours")]
-    file = tmp_path / "ours" / "model.safetensors"
+    file, said = tmp_path / "ours" / "model.safetensors", list[str]()
+    assert verify(tmp_path / "ours", say=said.append) == [str(file)]
+    assert said[0].endswith("configuration and tokenizer have no hash, and were not compared.")
     content = bytearray(file.read_bytes())
     content[-9] ^= 1
     file.write_bytes(content)
@@ -71,6 +73,22 @@ def test_its_weights_are_those_that_were_written(tmp_path: Path) -> None:
         ValueError, match=r"^folder: the weights in .* are not those that trailmark convert wrote"
     ):
         verify(tmp_path / "ours")
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ValueError, match=r"^model: expected a regular file"):
+        verify(tmp_path / "ours")
+
+
+def test_a_strangers_record_of_a_conversion_goes_no_further(tmp_path: Path) -> None:
+    converted(save(made("llama"), tmp_path / "base"), tmp_path / "ours", "sliding_window", *WINDOWS)
+    file = tmp_path / "ours" / "conversion.json"
+    own = json.loads(file.read_text())["base"]
+    hostile = {"of": [], "name": ["x"], "family": {}, "sha256": "x" * 3_000_000}
+    for number, record in enumerate(([], "x", {"base": []}, {"base": own | hostile})):
+        file.write_text(json.dumps(record))
+        further = tmp_path / f"{number}"
+        converted(tmp_path / "ours", further, "hils")
+        assert "of" not in json.loads((further / "conversion.json").read_text())["base"]
 
 
 def test_what_a_window_was_trained_without_is_not_added(tmp_path: Path) -> None:

@@ -190,8 +190,8 @@ def _forth(asked: _Asked) -> _Work:
     }  # fmt: skip
     if left_out:
         about["tokens_left_out"] = left_out
-    if base.ours is not None and (before := read_json(base.folder / report.RECORD)) is not None:
-        about["of"] = report.origin(before)
+    if base.ours is not None and (before := report.origin(read_json(base.folder / report.RECORD))):
+        about["of"] = before
     record = _record(asked, about, tensors, dtype, config, rows)
     return _Work(
         base.name, base.folder, base.options, tokenizer, tensors, dtype, config, parts, shapes, record, asked.additions

@@ -13,6 +13,7 @@ from trailmark.values import layers_by_kind
 
 RECORD = "conversion.json"
 KIND, FORMAT = "trailmark conversion", 1
+_LONGEST = 256  # characters of a text that is taken over from another record
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
@@ -32,11 +33,19 @@ def rows(parts: Parts, shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, 
     return list(found.values())
 
 
-def origin(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What the base of a conversion was, for the record of one that goes on from it."""
-    base = record.get("base")
-    known = base if isinstance(base, dict) else {}
-    return {name: known[name] for name in ("name", "revision", "family", "sha256", "of") if known.get(name)}
+def origin(record: Any) -> dict[str, str]:
+    """What the first base was, for the record of a conversion that goes on from what another one made.
+
+    Args:
+        record: of that one; anything that a stranger may have written.
+    """
+    base = record.get("base") if isinstance(record, dict) else None
+    if not isinstance(base, dict):
+        return {}
+    before = base.get("of")
+    first = before if isinstance(before, dict) else base
+    known = ((name, first.get(name)) for name in ("name", "revision", "family", "sha256"))
+    return {name: x for name, x in known if isinstance(x, str) and len(x) <= _LONGEST}
 
 
 def lines(record: Mapping[str, Any]) -> list[str]:

@@ -310,7 +310,7 @@ class HSAForCausalLM(RetrievingForCausalLM):
     @classmethod
     def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
         return CardFacts(
-            "Hierarchical sparse attention",
+            "model with hierarchical sparse attention",
             "Every token chooses the few past chunks that it reads, by scores that it learned from the "
             "language-modelling loss.",
             (("HSA", "2504.16795"), ("HSA-UltraLong", "2511.23319")),

@@ -428,7 +428,7 @@ class LandmarkForCausalLM(TrailmarkForCausalLM):
     @classmethod
     def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
         return CardFacts(
-            "Landmark Attention",
+            "Landmark Attention model",
             "A landmark after each chunk stands for it in attention; far chunks are read through their landmarks.",
             (("Landmark Attention", "2305.16300"),),
         )
