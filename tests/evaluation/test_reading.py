@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.models.tiny import window_model
 from tests.training.tiny import prose, write_run
 from trailmark.data.corpus import text_pieces, tokenize
 from trailmark.evaluation import reading
@@ -97,6 +98,17 @@ def test_a_memory_of_tokens_is_gone_on_with_as_one(
             assert reader.cache.memory.tier == "tokens"
     torch.testing.assert_close(answer(subject, reader.cache), whole(subject, *books))
     verification.verify(tmp_path / "memory")
+
+
+def test_a_model_without_chunks_is_gone_on_with_whatever_is_kept_of_chunks(
+    subject: Subject, books: list[Path], tmp_path: Path
+) -> None:
+    model = window_model(vocab_size=subject.model.config.vocab_size).float().eval()
+    alone = Subject.of(model, subject.tokenizer, subject.chunk_size)
+    for book in books:
+        with Reader(alone, tmp_path / "memory", memory_tier="tokens") as reader:
+            reader.read(book)
+    torch.testing.assert_close(answer(alone, reader.cache), whole(alone, *books))
 
 
 @pytest.mark.parametrize("pieces", [1, 3])

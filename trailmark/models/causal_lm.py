@@ -148,7 +148,9 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
                 f"memory_dtype: expected a floating torch.dtype or None, got {memory_dtype!r}. Pass torch.bfloat16, or "
                 "None for the model's."
             )
-        keeps_tokens = tier_named(memory_tier).keeps_tokens and self.config.retrieves
+        if tier_named(memory_tier).keeps_tokens and not self.config.retrieves:
+            memory_tier = "disk"  # there are no chunks to keep tokens of
+        keeps_tokens = tier_named(memory_tier).keeps_tokens
         if keeps_tokens and not self.can_keep_tokens:
             raise ValueError(
                 f"memory_tier: expected 'device', 'host' or 'disk' for {type(self).__name__}, got 'tokens': as it "
