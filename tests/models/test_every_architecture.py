@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +59,7 @@ HILS: list[dict[str, Any]] = [
     {"chunk_score": "mean", "chunk_weights": "keys"},
     PRETRAINED,
 ]
+WINDOWS_READ = {"reading": "windows", "num_focus_chunks": 2}
 HSAS: list[dict[str, Any]] = [
     {},
     {"num_memory_heads": 2, "num_retrieval_heads": 2, "num_sinks": 2},
@@ -232,6 +235,40 @@ ARCHITECTURES = [
     models(hsa, HSAS),
 ]
 NEIGHBOURS = [model for several in ARCHITECTURES for model in several]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *NEIGHBOURS,
+        *models(window_model, WINDOWS),
+        *models(block_recurrent, BLOCK_RECURRENT),
+        (hils, WINDOWS_READ),
+    ],
+    ids=name_of,
+)
+@pytest.mark.sampled(8)
+def test_what_is_saved_while_it_reads_is_gone_on_with(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(causal_lm, "_READ_TOKENS", 5 * S)
+    made, ids = build(model), tokens(103)
+    cache = made.new_cache("disk", memory_folder=tmp_path / "memory")
+
+    def save(done: int, total: int) -> None:
+        if done < total:
+            cache.save(tmp_path / "memory")
+            shutil.copytree(tmp_path / "memory", tmp_path / f"{done}")
+
+    made.read(ids[:, :80], cache, progress=save)
+    expected = made(ids[:, 80:], past_key_values=cache).logits
+    saved = sorted(int(folder.name) for folder in tmp_path.iterdir() if folder.name != "memory")
+    assert saved
+    for done in saved:
+        loaded = made.load_cache(tmp_path / f"{done}")
+        assert loaded.get_seq_length() == done
+        made.read(ids[:, done:80], loaded)
+        assert_same(made(ids[:, 80:], past_key_values=loaded).logits, expected)
 
 
 @pytest.mark.parametrize(
