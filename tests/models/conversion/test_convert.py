@@ -289,10 +289,10 @@ def test_what_reads_with_windows_is_set_to_ask_of_long_texts(tmp_path: Path) -> 
         return *looks, config.summary_tokens, config.far_distance
 
     assert asked("chooses") == (16, None, 8, None)
-    assert asked("windows", "reading=windows") == (4, 32, 1, 48)
+    assert asked("windows", "reading=windows") == (4, 4, 1, 48)
     assert asked("given", "reading=windows", "num_focus_chunks=null", "summary_tokens=2") == (4, None, 2, 48)
-    assert asked("wide", "reading=windows", "sliding_window=300") == (4, 32, 1, None)  # the base knows 512
-    assert asked("true", "reading=windows", "far_position=true") == (4, 32, 1, None)
+    assert asked("wide", "reading=windows", "sliding_window=300") == (4, 4, 1, None)  # the base knows 512
+    assert asked("true", "reading=windows", "far_position=true") == (4, 4, 1, None)
     assert asked("mass", "reading=windows", "chunk_score=mass") == (4, None, None, 48)
 
 

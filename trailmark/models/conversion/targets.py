@@ -248,7 +248,7 @@ def _hils_fields(base: Base, given: Mapping[str, Any]) -> Fields:
         # what is asked of a long memory looks closely and keeps to little of it (docs/convert.md)
         fields |= {"num_retrieved_chunks": 4}
         if summed_up:
-            fields |= {"summary_tokens": 1, "num_focus_chunks": 32}
+            fields |= {"summary_tokens": 1, "num_focus_chunks": 4}
         if given.get("far_position", "window") == "window" and 2 * window <= base.trained_length:
             fields["far_distance"] = 2 * window
     if own:
