@@ -410,10 +410,10 @@ def test_any_byte_that_differs_is_found_and_named(folder: Path) -> None:
     verify(folder)
 
 
-def test_a_differing_block_is_named_with_its_chunks(folder: Path) -> None:
+def test_a_differing_block_is_named_with_its_records(folder: Path) -> None:
     save(folder, state(), {}, filled("host", records(25)), 25)
     _flip(folder / "chunks-1.bin", 2500)
-    with pytest.raises(ValueError, match=r"block 2 \(bytes 2000 ... 2999, chunks 8 ... 12\)"):
+    with pytest.raises(ValueError, match=r"block 2 \(bytes 2000 ... 2999, records 8 ... 12\)"):
         verify(folder)
 
 
