@@ -340,7 +340,7 @@ def test_a_disk_that_is_full_while_reading(
 
     with (
         largest_file(12 * record + 100),
-        pytest.raises(NoSpaceError, match=r"memory_folder: .* stay valid"),
+        pytest.raises(NoSpaceError, match=r"memory_folder: .* stays valid"),
     ):
         go_on(cache)
     done = cache.num_tokens.tolist()

@@ -44,7 +44,7 @@ def test_a_full_disk_leaves_what_was_written(disk_of_4_mib: Path, keep_free: int
     shape = (2, 1, 256, 64)  # 128 KiB
     store = DiskStore(disk_of_4_mib / "chunks.bin", shape, torch.float32, "cpu", keep_free=keep_free)
     error = assert_refuses_and_goes_on(
-        store, r"memory_folder: expected .* MiB free .*What was saved before is whole"
+        store, r"memory_folder: expected .* MiB free .*What was read stays valid"
     )
     assert error.free < 4 * MIB
     assert error.needed == 59 * 128 * 1024

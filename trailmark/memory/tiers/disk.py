@@ -193,8 +193,8 @@ class DiskStore(ChunkStore):
             needed,
             "Stretches that are whole stay: free some space, and the same command goes on."
             if self._shared
-            else "What was saved before is whole. Free some space and read on from there, or choose a folder on "
-            "another disk.",
+            else "What was read stays valid: free some space and read on from there, or go on in a folder on another "
+            "disk.",
         )
 
     def _collect(self, wanted: Numbers, out: Bytes) -> None:
