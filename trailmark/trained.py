@@ -1,12 +1,30 @@
-"""What the files beside a model say: which are records of measurements, and how long its training texts were."""
+"""What the files of a model say: its weights' hash, which are records, and how long its training texts were."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from trailmark import untrusted
 
 RECORD_KIND, RECORD_FORMAT = "trailmark evaluation", 1
 """In the JSON of ``trailmark evaluate``, as "kind" and "format"."""
+
+
+CONVERSION = "conversion.json"
+"""The record of ``trailmark convert`` in a folder that it made."""
+
+
+def weights_sha256(folder: Path) -> str | None:
+    """Of the model's safetensors files, every byte; None where there is none."""
+    digests = []
+    for path in sorted(folder.glob("model*.safetensors")):  # a checkpoint has the optimizer's too
+        untrusted.expect_regular(path, "model", links=True)
+        with open(path, "rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else None
 
 
 def trained_length(model: Any, run: Any, history: Any) -> int | None:

@@ -31,11 +31,11 @@ from trailmark import __version__
 from trailmark.evaluation.suite import suites
 from trailmark.evaluation.tables import card_table
 from trailmark.files import expect_writable, write_json, write_text
-from trailmark.models.card.files import config_sha256, weights_sha256
+from trailmark.models.card.files import config_sha256
 from trailmark.models.causal_lm import fingerprint
 from trailmark.processes import by_main, share_out
 from trailmark.settings import Settings, from_file, setting
-from trailmark.trained import RECORD_FORMAT, RECORD_KIND
+from trailmark.trained import RECORD_FORMAT, RECORD_KIND, weights_sha256
 from trailmark.untrusted import brief, parse_json, read_bytes, read_json
 
 _MOST_GENERATIONS = 4 << 30  # bytes of what a model wrote

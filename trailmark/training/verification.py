@@ -11,8 +11,7 @@ from trailmark.data.neighbours import table as neighbours
 from trailmark.files import Progress, read_json
 from trailmark.memory import manifest as memory_manifest
 from trailmark.memory import verification as memory
-from trailmark.models.card.files import weights_sha256
-from trailmark.models.conversion.report import RECORD
+from trailmark.trained import CONVERSION, weights_sha256
 from trailmark.training import checkpoints
 from trailmark.training.checkpoints import CHECKPOINTS
 from trailmark.training.final_model import (
@@ -74,7 +73,7 @@ def verify(
             raise ValueError(
                 f"folder: expected what was saved with hashes, {str(folder)!r} holds a model without {MODEL_MANIFEST}, "
                 "which cannot be compared. trailmark train writes one with each model, trailmark convert a hash into "
-                f"{RECORD}."
+                f"{CONVERSION}."
             )
         raise ValueError(
             "folder: expected a memory, a prepared corpus, a neighbour table, a checkpoint, a run with checkpoints or "
@@ -86,7 +85,7 @@ def verify(
 
 def _written_by_convert(folder: Path) -> str | None:
     """The hash of the weights that a conversion left there; None: it left none."""
-    record = read_json(folder / RECORD)
+    record = read_json(folder / CONVERSION)
     written = record.get("weights_sha256") if isinstance(record, dict) else None
     return written if isinstance(written, str) else None
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from trailmark import pretrained, untrusted
 from trailmark.files import write_text
 from trailmark.models.card.text import Json, model_card
-from trailmark.trained import RECORD_FORMAT, RECORD_KIND
+from trailmark.trained import RECORD_FORMAT, RECORD_KIND, weights_sha256
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +48,6 @@ def config_sha256(fields: Mapping[str, Any]) -> str:
     without = ("_name_or_path", "transformers_version", "tokenizer_fingerprint")
     own = {name: x for name, x in fields.items() if name not in without}
     return hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def weights_sha256(folder: Path) -> str | None:
-    """Of the model's safetensors files, every byte; None where there is none."""
-    digests = []
-    for path in sorted(folder.glob("model*.safetensors")):  # a checkpoint has the optimizer's too
-        untrusted.expect_regular(path, "model", links=True)
-        with open(path, "rb") as file:
-            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else None
 
 
 # --- what lies beside the weights ------------------------------------------------------------------------------

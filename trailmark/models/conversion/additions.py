@@ -15,13 +15,13 @@ from torch import Tensor
 
 from trailmark import pretrained, untrusted
 from trailmark.files import read_json, sync_file
-from trailmark.models.card.files import weights_sha256
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.conversion.parts import Part, Parts
 from trailmark.models.conversion.report import RECORD
 from trailmark.models.conversion.tensors import NAMED
 from trailmark.models.fields import as_field, field_types
 from trailmark.settings import Settings, from_file, setting
+from trailmark.trained import weights_sha256
 from trailmark.untrusted import brief
 
 ADDITIONS = "additions.safetensors"

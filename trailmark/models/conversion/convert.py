@@ -29,7 +29,7 @@ from trailmark.files import (
     write_json,
     write_text,
 )
-from trailmark.models.card.files import README, Saving, weights_sha256
+from trailmark.models.card.files import README, Saving
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.conversion import back, report
 from trailmark.models.conversion.additions import ADDITIONS, Additions
@@ -55,7 +55,7 @@ from trailmark.models.fields import field_types, parse_fields
 from trailmark.models.registry import architectures
 from trailmark.models.size import without_weights
 from trailmark.settings import nearest, parse_override
-from trailmark.trained import base_length
+from trailmark.trained import base_length, weights_sha256
 from trailmark.untrusted import brief
 
 DTYPE_NAMES = tuple(NAMED)
