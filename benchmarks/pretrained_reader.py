@@ -1,6 +1,6 @@
 """The reader of long texts in models/smollm2-135m-reader: how it was taught, and how few chunks a question keeps to.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained_reader.py [reader words focus times shares]
+    TRAILMARK_DATA=... python benchmarks/pretrained_reader.py [reader words focus million times shares]
 
 Writes benchmarks/pretrained_reader.json. The parts "reader" and "shares" ask what pretrained_train.py makes (reader,
 reader-some and reader-none), the others the model whose additions lie in models/. Stopped, the same command goes on.
@@ -61,7 +61,8 @@ from trailmark.training.run import HISTORY_FILE
 OUTPUT = Path(__file__).with_suffix(".json")
 WORDS = ("sentences", "paraphrases")
 WIDE, FOCUSES = 32, (32, 4)  # chunks: the first is what was chosen before
-SEED, HAYSTACKS = 1, 2  # of the part focus: haystacks at most, at each length
+LONG, MILLION = 65_536, 1_048_576  # tokens of the texts in the parts focus and million
+SEED = 1  # of both
 QUESTION, WRITTEN, REPEATS = "The name of the house in which he was born is", 16, 3
 
 
@@ -157,17 +158,16 @@ def words(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def focus(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The same reader by how few chunks a question keeps to: single facts in long texts, and many in short ones.
+    """The same reader by how few chunks a question keeps to: single facts in a long text, and many in short ones.
 
     32 was chosen by ten sentences; 4 by twenty questions in other words in 65,536 tokens, of which 15 were right with
     32. The single facts here are of another seed, the many the questions of "words".
     """
-    folder = shipped_reader(options.folder)
     needles = Needles(options, progress)
     many = [
         {"focus": count, "chat": False, "format": format}
         | needles.ask(
-            folder,
+            shipped_reader(options.folder),
             (*READER_FIELDS, f"num_focus_chunks={count}"),
             options.needles,
             together=TOGETHER,
@@ -176,25 +176,15 @@ def focus(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         for format in WORDS
         for count in FOCUSES
     ]
-    alone = Alone(options.folder, needles.text, progress)
     sets = TARGETS["hils"].defaults(open_any_base(options.folder / "shipped"), {"reading": "windows"})
-    rows = list[dict[str, Any]]()
-    for length, count in zip(options.longest, options.facts, strict=True):
-        lines = alone.ask(length, count)
-        for (format, chat), count in product(ASKED, FOCUSES):
-            own = [x for x in lines if (x["format"], x["chat"], x["focus"]) == (format, chat, count)]
-            row = {"length": length, "format": format, "chat": chat, "focus": count}
-            rows.append(row | {name: x for name, x in summary(own).items() if name != "asked"})
-        found = {
-            "rows": rows,
-            "many": many,
-            "fields": READER,
-            "chunks": READ,
-            "seed": SEED,
-            "set": sets["num_focus_chunks"],
-        }
-        keep(options.output, "focus", found | about(options))
-    return found | about(options)
+    rows = Alone(options.folder, needles.text, progress).ask(LONG, 20, WORDS[1:])
+    return {"rows": rows, "many": many, "set": sets["num_focus_chunks"], "seed": SEED} | about(options)
+
+
+def million(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The same in a text of a million tokens, with sentences too."""
+    alone = Alone(options.folder, Needles(options, progress).text, progress)
+    return {"rows": alone.ask(MILLION, options.facts, WORDS), "seed": SEED} | about(options)
 
 
 # facts of one format are hidden once, and asked for in one way or two
@@ -211,21 +201,25 @@ class Alone:
         self.name = f"{weights_of(shipped_reader(folder))[:12]} {READER_FIELDS}"
 
     @torch.no_grad()
-    def ask(self, length: int, count: int) -> list[dict[str, Any]]:
-        """A line for each of ``count`` facts of each format, way to ask for it and focus."""
-        haystacks, lines = min(HAYSTACKS, num_haystacks(length, count)), list[dict[str, Any]]()
+    def ask(self, length: int, count: int, formats: Sequence[str]) -> list[dict[str, Any]]:
+        """A row for each way to ask and focus, of ``count`` facts of each format."""
+        haystacks, lines = num_haystacks(length, count), list[dict[str, Any]]()
         for number in range(haystacks):
             facts = count * (number + 1) // haystacks - count * number // haystacks
             name = f"{length:,} tokens, haystack {number + 1} of {haystacks}"
             key = f"{self.name} | {length} | {number} of {haystacks} | {SEED} {FOCUSES}"
-            keys = {(format, fact): f"{key} | {format} {fact}" for fact in range(facts) for format in WORDS}
+            keys = {(format, fact): f"{key} | {format} {fact}" for fact in range(facts) for format in formats}
             if missing := [asked for asked, key in keys.items() if key not in self.known]:
                 for asked, found in self._in_haystack(length, number, missing, name):
-                    # another process may have written meanwhile
-                    self.known = (read_json(self.file) or {}) | self.known | {keys[asked]: found}
+                    self.known[keys[asked]] = found
                     write_json(self.file, self.known)
             lines += [line for key in keys.values() for line in self.known[key]]
-        return lines
+        rows = []
+        for (format, chat), focus in product(ASKED, FOCUSES):
+            if own := [x for x in lines if (x["format"], x["chat"], x["focus"]) == (format, chat, focus)]:
+                row = {"length": length, "format": format, "chat": chat, "focus": focus}
+                rows.append(row | {name: x for name, x in summary(own).items() if name != "asked"})
+        return rows
 
     def _in_haystack(
         self, length: int, number: int, facts: Sequence[tuple[str, int]], name: str
@@ -295,7 +289,14 @@ def shares(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return found
 
 
-PARTS = {"reader": reader, "words": words, "focus": focus, "times": times, "shares": shares}
+PARTS = {
+    "reader": reader,
+    "words": words,
+    "focus": focus,
+    "million": million,
+    "times": times,
+    "shares": shares,
+}
 
 
 def main() -> None:
@@ -309,7 +310,7 @@ def main() -> None:
         type=int,
         nargs="*",
         default=(65_536, 1_048_576),
-        help="lengths of texts in the part focus; in the part reader of those of which the taught one alone is asked",
+        help="lengths of texts of which the taught one alone is asked, in the part reader",
     )
     parser.add_argument(
         "--fewer",
@@ -328,13 +329,7 @@ def main() -> None:
     )
     parser.add_argument("--questions", type=int, default=100, help="about needles, in short texts")
     parser.add_argument("--singles", type=int, default=20, help="about the only needle of a short text")
-    parser.add_argument(
-        "--facts",
-        type=int,
-        nargs="*",
-        default=(10, 10),
-        help="of each format at each of the lengths of --longest, in the part focus",
-    )
+    parser.add_argument("--facts", type=int, default=6, help="of each format, in the part million")
     parser.add_argument(
         "--few", type=int, default=10, help="questions in long texts, in the parts reader and words"
     )

@@ -16,11 +16,12 @@ def text() -> str:
 def summary() -> str:
     """What it gives back untrained, and what the reader completes: for those who have read nothing else yet."""
     parts = {name: part["results"] for name, part in record("pretrained_reader").items()}
-    reader, focus = parts["reader"], parts["focus"]
+    reader, focus, million = parts["reader"], parts["focus"], parts["million"]
     untrained = record("pretrained_hils")["losses"]["results"]
     rows = untrained["rows"]
     (row,) = (x for x in rows if (x["kind"], x["length"], x["chunks"]) == ("LaTeX", 4096, rows[0]["chunks"]))
     chat = {x["model"]: _right(x) for x in reader["rows"] if x["chat"]}
+    by_length = _by_length(reader, [*focus["rows"], *million["rows"]], focus["set"])
     return (
         f"By `--to hils` alone, where every layer and token chooses {row['chunks']} chunks of "
         f"{untrained['chunk_size']} tokens, untrained SmolLM2-135M gives back "
@@ -28,7 +29,7 @@ def summary() -> str:
         f"attention on LaTeX at {row['length']:,} tokens ({row['texts']} held-out texts). With `--far-layers 7 "
         "reading=windows` it reads a long text at one speed. A sentence with a number hides in a book and is to be "
         "completed, or was told *in other words* than those of its training and is asked for in a line or through the "
-        f"chat template; right answers, by the book's length:\n\n{_by_length(reader, focus)}\n\n"
+        f"chat template; right answers, by the book's length:\n\n{by_length}\n\n"
         f"*Taught*: its base, for {reader['trained_seconds'] / 60:.0f} minutes of a core on texts of "
         f"{reader['trained_length']:,} tokens ([its additions](models/smollm2-135m-reader/README.md)). *Focus*, "
         f"which `reading=windows` sets and the columns before are without: question and answer keep to the "
@@ -50,16 +51,14 @@ _FOCUSED = {
 }
 
 
-def _by_length(reader: Row, focus: Row) -> str:
-    """Single facts by the length of the text: to be completed, and with the focus that is set in other words too."""
+def _by_length(reader: Row, by_focus: list[Row], focus: int) -> str:
+    """Single facts by the length of the text: to be completed, and with a focus in other words too."""
     names = "as converted", "taught", *_FOCUSED.values()
     asked = [
         x for x in reader["rows"] if (x["together"], x["chat"], x["chunks"]) == (1, False, reader["chunks"])
     ]
     asked += [
-        row | {"model": _FOCUSED[row["format"], row["chat"]]}
-        for row in focus["rows"]
-        if row["focus"] == focus["set"]
+        row | {"model": _FOCUSED[row["format"], row["chat"]]} for row in by_focus if row["focus"] == focus
     ]
     rows: dict[int, Row] = {}
     for row in asked:
@@ -102,14 +101,16 @@ def _words_text(found: Row) -> str:
 
 
 def _focus_text(found: Row) -> str:
-    told: Columns = {"a fact is told": lambda row: _WORDS[row["format"]]}
-    columns = told | {"num_focus_chunks": "{focus}"} | ASKED | _RIGHT
     return (
         "**How narrow a focus** (`num_focus_chunks`): the same reader, asked for single facts of another seed.\n\n"
-        f"{table(columns, found['rows'])}\n\n"
+        f"{table(_BY_FOCUS, found['rows'])}\n\n"
         f"Of {found['many'][0]['needles']} facts in a text, the questions of the table before:\n\n"
-        f"{table(columns, found['many'])}"
+        f"{table(_BY_FOCUS, found['many'])}"
     )
+
+
+def _million_text(found: Row) -> str:
+    return f"The same of single facts in a million tokens:\n\n{table(_BY_FOCUS, found['rows'])}"
 
 
 def _times_text(found: Row) -> str:
@@ -142,10 +143,13 @@ _RIGHT: Columns = {
     "right": RIGHT,
     "chunk read": "{recall:.2f}",
 }
+_BY_FOCUS: Columns = {"a fact is told": lambda row: _WORDS[row["format"]], "num_focus_chunks": "{focus}"}
+_BY_FOCUS |= ASKED | _RIGHT
 _PARTS: dict[str, Callable[[Row], str]] = {
     "reader": _reader_text,
     "words": _words_text,
     "focus": _focus_text,
+    "million": _million_text,
     "times": _times_text,
     "shares": _shares_text,
 }

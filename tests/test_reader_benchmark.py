@@ -1,0 +1,61 @@
+"""What benchmarks/pretrained_reader.py asks of single facts: each once, with every focus, and gone on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests import benchmark_scripts
+from tests.data.corpora import prose, save_chat_bpe
+from tests.models.tiny import hils
+from trailmark.data.corpus import tokenize
+from trailmark.evaluation.needles.ask import Plan
+from trailmark.report.console import Progress
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+reader = benchmark_scripts.modules("pretrained_reader")
+LENGTH, FACTS = 1200, 2
+
+
+def test_facts_are_asked_with_every_focus_and_once(
+    reader: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    tokenizer = save_chat_bpe(folder)
+    sizes = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "chunk_size": 8}
+    windows = {"reading": "windows", "sliding_window": 16, "far_position": "window"}
+    hils(**sizes, **windows).float().save_pretrained(folder)
+    monkeypatch.setattr(reader, "shipped_reader", lambda of: folder)
+    text = tokenize([prose(1, 3000)], tokenizer)
+
+    def rows() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = reader.Alone(tmp_path, text, Progress(quiet=True)).ask(
+            LENGTH, FACTS, reader.WORDS
+        )
+        return found
+
+    asked: list[int | None] = []
+    ask = Plan.ask
+
+    def counted(plan: Plan, *others: Any) -> Any:
+        asked.append(plan.subject.model.config.num_focus_chunks)
+        if len(asked) == 9:
+            raise KeyboardInterrupt
+        return ask(plan, *others)
+
+    monkeypatch.setattr(Plan, "ask", counted)
+    with pytest.raises(KeyboardInterrupt):
+        rows()
+    # in each of two haystacks a sentence, and a fact in other words in two ways: of the last one question was asked
+    assert asked == [32, 4] * 4 + [32]
+    found = rows()
+    assert len(asked) == 9 + 4
+    assert [(row["format"], row["chat"], row["focus"]) for row in found] == [
+        (*way, count) for way in reader.ASKED for count in reader.FOCUSES
+    ]
+    assert {row["questions"] for row in found} == {FACTS}
+    assert rows() == found
+    assert len(asked) == 9 + 4
