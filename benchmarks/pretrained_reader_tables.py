@@ -110,7 +110,7 @@ def _focus_text(found: Row) -> str:
 
 
 def _million_text(found: Row) -> str:
-    return f"The same of single facts in a million tokens:\n\n{table(_BY_FOCUS, found['rows'])}"
+    return f"The same of single facts in a million tokens, kept in bfloat16:\n\n{table(_BY_FOCUS, found['rows'])}"
 
 
 def _times_text(found: Row) -> str:
