@@ -200,7 +200,8 @@ class Reader:
         return tokens_after(path, self.subject.tokenizer, source, self._digest, "file", way_out, look, begin)
 
     def _pieces(self, path: Path, source: dict[str, Any]) -> Iterator[Tokens]:
-        given, size = source["tokens"], path.stat().st_size if path.is_file() else 0
+        given = source["tokens"]
+        size = path.stat().st_size if path.is_file() else 0  # once: a file may be replaced while it is read
         for tokens in self._tokens(path, source):
             given += len(tokens)
             self.tokens_left = given * max(size, self._looked) // max(1, self._looked) - source["tokens"]
