@@ -60,7 +60,8 @@ from trailmark.training.run import HISTORY_FILE
 
 OUTPUT = Path(__file__).with_suffix(".json")
 WORDS = ("sentences", "paraphrases")
-WIDE, FOCUSES = 32, (32, 4)  # chunks: the first is what was chosen before
+WIDE = 32  # chunks, as was chosen before
+FOCUSES = (WIDE, 4)
 LONG, MILLION = 65_536, 1_048_576  # tokens of the texts in the parts focus and million
 SEED = 1  # of both
 QUESTION, WRITTEN, REPEATS = "The name of the house in which he was born is", 16, 3

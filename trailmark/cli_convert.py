@@ -70,9 +70,8 @@ class ConvertSettings(Settings):
 @takes(ConvertSettings)
 def convert(settings: ConvertSettings) -> None:
     """Make a model that reads long texts of a pretrained Llama, Mistral, Qwen2 or Qwen3, or go back to one of them."""
-    os.environ.setdefault(
-        "TQDM_DISABLE", "1"
-    )  # transformers' bar for a GGUF file; read when tqdm is imported
+    # transformers' bar for a GGUF file; read when tqdm is imported
+    os.environ.setdefault("TQDM_DISABLE", "1")
     from trailmark.data.corpus import tokenizer_fingerprint
     from trailmark.models import architectures
     from trailmark.models.conversion import convert as converting

@@ -19,12 +19,11 @@ from trailmark import pretrained
 from trailmark.data.corpus import tokenizer_fingerprint
 from trailmark.files import read_json
 from trailmark.models import MODELS, CausalLMOutput, TrailmarkConfig, short_name
-from trailmark.models.conversion.report import RECORD
 from trailmark.models.text import at_columns
 from trailmark.models.watching import Seen, attention_layers, watching_attention
 from trailmark.ops import attention_mass, selection_divergence, token_divergence
 from trailmark.ops.window.sinks import rank_in_document
-from trailmark.trained import base_length, trained_length
+from trailmark.trained import CONVERSION, base_length, trained_length
 from trailmark.training.config import RunConfig
 from trailmark.untrusted import read_yaml
 
@@ -90,7 +89,7 @@ class Teacher:
         folder = Path(self.folder)
         trained = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         if trained is None:
-            trained = base_length(read_json(folder / RECORD))
+            trained = base_length(read_json(folder / CONVERSION))
         if trained is None and (run := folder / "run.yaml").is_file():
             trained = trained_length(self.config.to_dict(), read_yaml(run, "distil.model"), None)
         if trained is not None and length > trained:

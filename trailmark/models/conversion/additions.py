@@ -17,11 +17,10 @@ from trailmark import pretrained, untrusted
 from trailmark.files import read_json, sync_file
 from trailmark.models.configuration import TrailmarkConfig
 from trailmark.models.conversion.parts import Part, Parts
-from trailmark.models.conversion.report import RECORD
 from trailmark.models.conversion.tensors import NAMED
 from trailmark.models.fields import as_field, field_types
 from trailmark.settings import Settings, from_file, setting
-from trailmark.trained import weights_sha256
+from trailmark.trained import CONVERSION, weights_sha256
 from trailmark.untrusted import brief
 
 ADDITIONS = "additions.safetensors"
@@ -90,7 +89,7 @@ class Additions:
         """
         if (folder / ADDITIONS).exists():
             return cls.read(folder / ADDITIONS)
-        record = read_json(folder / RECORD)
+        record = read_json(folder / CONVERSION)
         record = record if isinstance(record, dict) else {}
         base, named, counts = record.get("base"), record.get("dtype"), record.get("parameters")
         dtype = NAMED.get(named) if isinstance(named, str) else None

@@ -55,7 +55,7 @@ from trailmark.models.fields import field_types, parse_fields
 from trailmark.models.registry import architectures
 from trailmark.models.size import without_weights
 from trailmark.settings import nearest, parse_override
-from trailmark.trained import base_length, weights_sha256
+from trailmark.trained import CONVERSION, base_length, weights_sha256
 from trailmark.untrusted import brief
 
 DTYPE_NAMES = tuple(NAMED)
@@ -190,7 +190,7 @@ def _forth(asked: _Asked) -> _Work:
     }  # fmt: skip
     if left_out:
         about["tokens_left_out"] = left_out
-    if base.ours is not None and (before := report.origin(read_json(base.folder / report.RECORD))):
+    if base.ours is not None and (before := report.origin(read_json(base.folder / CONVERSION))):
         about["of"] = before
     record = _record(asked, about, tensors, dtype, config, rows)
     return _Work(
@@ -209,7 +209,7 @@ def _back(asked: _Asked) -> _Work:
     config, name = pretrained.load_config(folder, ARGUMENT), folder.resolve().name
     pretrained.expect_safetensors(folder, ARGUMENT)
     given = dict(parse_override("fields", text) for text in asked.fields)
-    length = base_length(read_json(folder / report.RECORD))
+    length = base_length(read_json(folder / CONVERSION))
     theirs = back.theirs(config, asked.to, given, length)
     tensors = SafetensorFiles(folder, name)
     pretrained.expect_fits(config, folder, ARGUMENT)
@@ -309,7 +309,7 @@ def _write(
         _generation(work).save_pretrained(folder)
         write_tensors(folder / WEIGHTS, work.shapes, work.dtype, _made(work, progress))
         work.record["weights_sha256"] = weights_sha256(folder)
-        write_json(folder / report.RECORD, work.record, durable=True)
+        write_json(folder / CONVERSION, work.record, durable=True)
         if carried is not None:
             carried.write(folder / ADDITIONS)
         if ours:

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from trailmark import pretrained
 from trailmark.files import read_json
-from trailmark.models.conversion import report
 from trailmark.models.conversion.additions import ADDITIONS, Additions
 from trailmark.models.conversion.back import BACK, family_config, lacking, parts_of
 from trailmark.models.conversion.base import ARGUMENT, Base, fields_of
 from trailmark.models.conversion.tensors import SafetensorFiles, expect_tensors, pretrained_without_weights
 from trailmark.models.size import without_weights
 from trailmark.models.window.config import SlidingWindowConfig
-from trailmark.trained import base_length
+from trailmark.trained import CONVERSION, base_length
 from trailmark.untrusted import brief
 
 _CARRIED = "num_sinks", "sliding_window", "layer_types"  # a Base says these itself
@@ -52,7 +51,7 @@ def as_base(model: str) -> Base:
     if length is None:
         back = [to for to in BACK if not lacking(config, to)]
         raise ValueError(
-            f"{ARGUMENT}: expected {report.RECORD} or {ADDITIONS} in {name}, which say how long the base's training "
+            f"{ARGUMENT}: expected {CONVERSION} or {ADDITIONS} in {name}, which say how long the base's training "
             "texts were, got neither. "
             + (
                 f"Convert it back first, with that length: --to {back[0]} max_position_embeddings=NUMBER."
@@ -70,7 +69,7 @@ def as_base(model: str) -> Base:
 
 def _trained_length(folder: Path, config: Any) -> int | None:
     """Of the base's texts: as its conversion said, before a training or after it; or as far as sinks may seem."""
-    length = base_length(read_json(folder / report.RECORD))
+    length = base_length(read_json(folder / CONVERSION))
     if length is None and (folder / ADDITIONS).exists():
         length = base_length({"base": Additions.read(folder / ADDITIONS).base})
     if length is None and config.num_sinks and config.max_sink_distance is not None:

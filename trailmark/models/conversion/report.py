@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from trailmark.models.conversion.parts import KINDS, Parts
-from trailmark.trained import CONVERSION
 from trailmark.untrusted import brief
 from trailmark.values import layers_by_kind
 
-RECORD = CONVERSION
 KIND, FORMAT = "trailmark conversion", 1
 _LONGEST = 256  # characters of a text that is taken over from another record
 _NUMBER = re.compile(r"\.\d+(?=\.)")
