@@ -40,13 +40,14 @@ def focused(count: int, **options: Any) -> Any:
 
 
 def focus_in_words(exact: NaiveHiLS, asked: range, count: int) -> set[int]:
-    """Written as it is said: the sums of shares, the chunks beside the best, and the memory's last."""
+    """Written as it is said: sums of squared shares, a third of the best, the chunks beside, and the memory's last."""
     sums = Counter[int]()
     for layer in exact.shares:
         for t in asked:
             for head in layer[t]:
-                sums.update(head)
+                sums.update({m: share**2 for m, share in head.items()})
     best = sorted(sums, key=lambda m: (-sums[m], m))[:count]
+    best = [m for m in best if sums[m] >= sums[best[0]] / 3]
     closed = READ // exact.config.chunk_size
     near = {m + side for m in best for side in (-1, 0, 1)}
     return {m for m in near if 0 <= m < closed} | {closed - 1}
@@ -276,23 +277,23 @@ def test_any_memory_of_windows_is_asked_with_a_focus(tmp_path: Path) -> None:
         assert torch.equal(logits_of(model, ids[:, READ:], past_key_values=cache), answer)
 
 
-def test_shares_are_added_up_over_tokens_layers_and_heads() -> None:
-    """By hand: 3 has .3 + .3, 7 has .5 in a layer, 0 has .1; 5 has most, but is the question's own."""
-    shares = torch.tensor([[[[0.3, 0.0]], [[0.1, 0.9]]]])  # [B, T, J, K]
+def test_shares_are_squared_and_added_up_over_tokens_layers_and_heads() -> None:
+    """By hand: 7 has .5², 3 has .3² + .3², 10 .3², 0 less than a third of .5²; 15 is the question's own."""
     layers = [
-        ChunkSelection(torch.tensor([[[[3, -1]], [[0, 15]]]]), shares, shares.log()),
-        ChunkSelection(
-            torch.tensor([[[[3, 7]], [[-1, -1]]]]), shares, torch.tensor([[[[0.3, 0.5]], [[0, 0]]]]).log()
-        ),
+        ChunkSelection(indices, shares, shares.log())  # [B, T, J, K]
+        for indices, shares in (
+            (torch.tensor([[[[3, -1]], [[0, 15]]]]), torch.tensor([[[[0.3, 0.0]], [[0.2, 0.9]]]])),
+            (torch.tensor([[[[3, 7]], [[10, -1]]]]), torch.tensor([[[[0.3, 0.5]], [[0.3, 0.0]]]])),
+        )
     ]
 
     def found(count: int, num_chunks: int = 12) -> list[int] | None:
         (focus,) = focus_of(layers, np.array([num_chunks]), count)
         return None if focus is None else focus.tolist()
 
-    assert found(1) == [2, 3, 4, 11]
+    assert found(1) == [6, 7, 8, 11]
     assert found(2) == [2, 3, 4, 6, 7, 8, 11]
-    assert found(9) == found(3) == [0, 1, 2, 3, 4, 6, 7, 8, 11]  # no more than were chosen
+    assert found(9) == found(3) == [2, 3, 4, 6, 7, 8, 9, 10, 11]
     assert found(9, 0) is None
 
 

@@ -41,9 +41,10 @@ class HiLSConfig(TrailmarkConfig):
             speed whatever was read before, and in as many places at once as there are processes; what is predicted,
             prompts and questions among it, chooses of the memory that this leaves, whatever ``num_retrieved_chunks``
             (above 0) it was read with; tokens that were predicted on a cache stay as they chose then.
-        num_focus_chunks: of a question that is put to a memory (``model.focus``): the chunks that get most of its
-            attention, summed over its tokens, layers and heads. It and its answer choose among these, those right
-            before and after them, and what comes later. So a long text's other chunks, of which some look a little
+        num_focus_chunks: of a question that is put to a memory (``model.focus``): at most so many chunks, those with
+            the largest squared shares of its attention, summed over its tokens, layers and heads; none with less than a
+            third of the best one's. It and its answer choose among these, those right before and after them, and what
+            comes later. So a long text's other chunks, of which some look a little
             like those that are asked for, take no attention from them, and an answer's tokens look over as many
             chunks as in a short text. None: among all.
     """

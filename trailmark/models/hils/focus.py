@@ -12,14 +12,17 @@ from trailmark.ops import ChunkSelection
 
 _NONE = 1 << 60
 """In place of a chunk that is not there: behind all that are."""
+_LEAST = 1 / 3  # of the best chunk's sum: where one fact is asked for, the second best has mostly less
 
 
 def focus_of(
     retrieval: Sequence[ChunkSelection], num_chunks: Integers, count: int
 ) -> tuple[Integers | None, ...]:
-    """Of each row the ``count`` chunks that its tokens gave most of their attention, and those right beside them.
+    """Of each row the chunks that its tokens look at most sharply, ``count`` at most, and those right beside them.
 
-    What is asked for often begins in one chunk and ends in the next.
+    Shares of attention are squared before they are added up, so that the few heads and tokens that look at one chunk
+    decide, and not the many whose attention is spread over chunks that merely look alike. A chunk that gets less than a
+    third of what the best one got stays out. What is asked for often begins in one chunk and ends in the next.
 
     Args:
         retrieval: of each layer what tokens chose, [B, T, J, K]; its scores are logarithms of shares of attention.
@@ -31,14 +34,15 @@ def focus_of(
     """
     rows: list[Integers | None] = []
     for row, most in enumerate(num_chunks.tolist()):
-        shares = torch.zeros(most, dtype=torch.float64)
+        sums = torch.zeros(most, dtype=torch.float64)
         for layer in retrieval:
             # a long question may have chosen chunks of its own, which stay in question anyway
             chosen = (layer.indices[row] >= 0) & (layer.indices[row] < most)
-            share = layer.scores[row][chosen].double().exp()
-            shares.index_add_(0, layer.indices[row][chosen].cpu(), share.cpu())
-        best = torch.argsort(shares, descending=True, stable=True)[:count]
-        near = (best[shares[best] > 0][:, None] + torch.arange(-1, 2)).flatten().numpy()
+            squares = (2 * layer.scores[row][chosen].double()).exp()
+            sums.index_add_(0, layer.indices[row][chosen].cpu(), squares.cpu())
+        best = torch.argsort(sums, descending=True, stable=True)[:count]
+        best = best[(sums[best] > 0) & (sums[best] >= _LEAST * sums[best[:1]])]
+        near = (best[:, None] + torch.arange(-1, 2)).flatten().numpy()
         kept = np.append(near[(near >= 0) & (near < most)], most - 1)
         rows.append(np.unique(kept) if len(near) else None)
     return tuple(rows)
