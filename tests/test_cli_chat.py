@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -270,6 +271,41 @@ def test_an_answer_keeps_to_what_its_question_looked_at(tmp_path: Path) -> None:
     subject.model.focus(ids, cache)
     out = subject.model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
     assert answer == subject.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@torch.no_grad()
+def test_passages_that_a_question_looks_at_stand_before_it(tmp_path: Path) -> None:
+    """Those of the focus of its own words, as the file has them; none where the file is gone, or none are wanted."""
+    folder = save_model(tmp_path / "model", hils, reading="windows", num_focus_chunks=2)
+    memory, subject, question = read_book(folder, tmp_path), load(folder), prose(4, 9).strip()
+    tokenizer, book = subject.tokenizer, tmp_path / "book.txt"
+    words = torch.tensor([tokenizer(question, add_special_tokens=False)["input_ids"]])
+    cache = subject.model.load_cache(memory, "device").branch()
+    subject.model.focus(words, cache)
+    assert cache.state is not None
+    focus = cache.state.focus[0]
+    assert focus is not None
+    *chunks, last = focus.tolist()
+    assert len(chunks) > 3  # not all beside each other
+    assert chunks[-1] < last - 1  # that one is in every focus
+    ids = tokenizer(book.read_text(), add_special_tokens=False)["input_ids"]
+    quoted = [
+        tokenizer.decode([token for chunk in run for token in ids[chunk * S : (chunk + 1) * S]]).strip()
+        for run in np.split(chunks, np.flatnonzero(np.diff(chunks) > 1) + 1)
+    ]
+    assert len(quoted) > 1
+
+    def asked(quotes: bool) -> str:
+        talk = Conversation(subject, memory, Sampling(max_new_tokens=2), memory_tier="device", quotes=quotes)
+        read, closed = followed(talk)
+        "".join(talk.ask(question))
+        return str(tokenizer.decode(read[: closed[0]]))
+
+    plain = asked(False)
+    assert asked(True) == plain.replace(question, "\n\n".join([*quoted, question]))
+    assert plain.count(question) == 1
+    book.unlink()
+    assert asked(True) == plain
 
 
 def test_many_layers_are_told_together(

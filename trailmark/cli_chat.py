@@ -43,6 +43,12 @@ class ChatSettings(Settings):
     template: tuple[str, ...] = setting(
         (), "An option that the chat template reads: enable_thinking=false.", repeated=True
     )
+    no_quotes: bool = setting(
+        False,
+        "Ask without the passages that the question looks at, which a model with num_focus_chunks reads once more "
+        "right before it.",
+        option="--no-quotes",
+    )
     passages: int = setting(
         3,
         "Of each group the passages that are shown, those read with most weight; of more than four groups or layers, "
@@ -101,6 +107,7 @@ def _here(settings: ChatSettings) -> Conversation:
         memory_tier=settings.memory_tier,
         plain=settings.plain,
         template=_template(settings),
+        quotes=not settings.no_quotes,
     )
 
 
@@ -108,7 +115,7 @@ def _there(settings: ChatSettings) -> RemoteConversation:
     from trailmark.server.client import RemoteConversation
     from trailmark.server.keys import read_keys
 
-    for name in ("plain", "memory_tier", "changes", "device"):
+    for name in ("plain", "no_quotes", "memory_tier", "changes", "device"):
         if getattr(settings, name) != ChatSettings.__dataclass_fields__[name].default:
             told = "set" if name == "changes" else name
             raise ValueError(f"{told}: expected none with --url: the server decides. Leave it out.")

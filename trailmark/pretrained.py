@@ -19,7 +19,7 @@ from typing import Any
 
 from trailmark import network, untrusted
 from trailmark.settings import Settings, from_file, setting
-from trailmark.untrusted import brief
+from trailmark.untrusted import brief, first_line
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """For every ``from_pretrained`` of an Auto class: None would ask whoever is at the keyboard."""
@@ -149,7 +149,7 @@ def expect_fits(
                 tensors += len(file.keys())
         except (OSError, safetensors.SafetensorError) as error:
             raise ValueError(
-                f"{argument}: cannot load {str(path)!r}: {_first_line(error)}. Save or download the model again."
+                f"{argument}: cannot load {str(path)!r}: {first_line(error)}. Save or download the model again."
             ) from error
     numbers = 8 * sum(path.stat().st_size for path in files)  # a bit each, at the least
     width = of("hidden_size")
@@ -326,7 +326,7 @@ def loading(argument: str, what: str, way_out: str = "") -> Iterator[None]:
                 "it brings code of its own, which is never run. Use a model that transformers or trailmark knows, or "
                 "register its class in a program of yours"
             )
-        said = _first_line(text.removeprefix("Error ").strip())
+        said = first_line(text.removeprefix("Error ").strip())
         raise ValueError(f"{argument}: {what}: {said}.{f' {way_out}' if way_out else ''}") from error
 
 
@@ -337,12 +337,6 @@ def _innermost(error: BaseException) -> str:
     while isinstance(error, StrictDataclassError) and error.__cause__ is not None:
         error = error.__cause__
     return str(error).strip() or type(error).__name__
-
-
-def _first_line(error: BaseException | str) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    line = lines[0].strip().rstrip(".")
-    return line if len(line) <= 400 else f"{line[:397]}..."
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -265,9 +265,10 @@ class _Repr(reprlib.Repr):
 _repr = _Repr()
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException | str) -> str:
     """What another library's error says first, or its kind: for a message of one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip().rstrip(".")
+    return line if len(line) <= 400 else f"{line[:397]}..."
 
 
 def brief(value: Any) -> str:

@@ -162,7 +162,7 @@ def test_a_landmark_may_stand_inside_a_prompt_or_nowhere(
 
 
 def test_few_chunks_are_chosen_by_the_question_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``trailmark chat`` does: what stands behind the landmark begins the answer."""
+    """By its own words where they are known; what stands behind the landmark begins the answer."""
     model, asked, looked = hils(reading="windows", num_focus_chunks=1), prompt(9), []
     memory, focus = model.read(tokens(READ)), model.focus
 
@@ -174,8 +174,9 @@ def test_few_chunks_are_chosen_by_the_question_alone(monkeypatch: pytest.MonkeyP
     engine = Engine(model, max_rows=2, prefill_tokens=8)
     for place in (7, None, 0):
         answered(engine, Job(asked, memory.branch(), GREEDY, landmark=place))
+    answered(engine, Job(asked, memory.branch(), GREEDY, landmark=7, asks=asked[2:4]))
     engine.close()
-    assert looked == [asked[:7], asked, asked]
+    assert looked == [asked[:7], asked, asked, asked[2:4]]
 
 
 def test_a_seed_draws_the_same_whoever_is_beside(engine: Engine, memory: ChunkCache) -> None:

@@ -6,6 +6,7 @@ landmark closes the chunk of each question, so that the answer's first token alr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from trailmark.data.chat import ChatTurns, Options
+from trailmark.data.corpus import text_tokens
 from trailmark.evaluation.generation import Sampling, pieces
 from trailmark.evaluation.subject import Subject
 from trailmark.models.reads import NOTHING, Read
@@ -49,6 +51,8 @@ class Conversation:
         memory_tier: where keys and values of the memory lie.
         plain: a line for the question and one for the answer instead of the chat template.
         template: options of the chat template.
+        quotes: the passages of the memory that a question looks at (``model.focus``) stand before it, as their files
+            have them, so that all layers read them as any prompt.
 
     Attributes:
         names: of what reads ("group" or "layer"); None: the model reads nothing of its past.
@@ -68,8 +72,9 @@ class Conversation:
         memory_tier: str = "disk",
         plain: bool = False,
         template: Options | None = None,
+        quotes: bool = True,
     ) -> None:
-        self._model, self._tokenizer = subject.model, subject.tokenizer
+        self._model, self._tokenizer, self._quotes = subject.model, subject.tokenizer, quotes
         self._sampling = sampling or Sampling(max_new_tokens=256)
         self._turns = ChatTurns.plain(system) if plain else ChatTurns.of(self._tokenizer, system, template)
         self._ends = self._turns.ends(self._tokenizer, self._model)
@@ -107,10 +112,14 @@ class Conversation:
             ) from error
         if not question.strip():
             raise ValueError("question: expected at least one word, got none.")
-        asked, cue = self._turns.question(question.strip(), self._tokenizer, self._before)
+        question = question.strip()
+        # its own words alone: those of a template look at the text's beginning, whatever is asked
+        words = text_tokens(question, self._tokenizer).astype(np.int64)
+        self._model.focus(self._tensor(words), self._cache)
+        quoted = [*self._looked_at(), question] if self._quotes else [question]
+        asked, cue = self._turns.question("\n\n".join(quoted), self._tokenizer, self._before)
         ids = np.concatenate([self._waiting, asked])
         self._heard = []
-        self._model.focus(self._tensor(ids), self._cache)
         with self._followed(), torch.no_grad():
             self._model(self._tensor(ids), past_key_values=self._cache, close_chunk=True, logits_to_keep=1)
         self._before, self._waiting, self._heard = self._turns.following, cue, []
@@ -135,6 +144,25 @@ class Conversation:
             # what ends an answer is written by the next turn
             said = [token for token in written if token not in self._ends]
             self._waiting = np.array([*cue.tolist(), *said], np.int64)[self._chunks.num_tokens - known :]
+
+    def _looked_at(self) -> list[str]:
+        """The passages of the question's focus, in the order of the text; chunks that follow each other are one."""
+        state = self._cache.state
+        if state is None or not state.focus or state.focus[0] is None:
+            return []
+        chunks = state.focus[0].tolist()
+        if chunks[-2:-1] != [chunks[-1] - 1]:  # the last chunk, which stands in every focus
+            del chunks[-1]
+        texts, stop = list[str](), None
+        for passage in itertools.chain.from_iterable(map(self._passages.of, chunks)):
+            if passage.text is None or passage.bytes is None:
+                continue
+            if (passage.path, passage.bytes[0]) == stop:
+                texts[-1] += passage.text
+            else:
+                texts.append(passage.text)
+            stop = passage.path, passage.bytes[1]
+        return [text.strip() for text in texts if text.strip()]
 
     @property
     def num_groups(self) -> int:

@@ -292,8 +292,8 @@ class Engine:
             elif self._is_over(item.answer):
                 again = False
             elif item.focuses:
-                # up to its landmark, as `trailmark chat` does: what follows begins the answer
-                question = item.answer.job.prompt[: item.landmark or None]
+                # up to its landmark: what follows begins the answer
+                question = item.answer.job.asks or item.answer.job.prompt[: item.landmark or None]
                 self._model.focus(self._tensor(question)[None], item.cache)
                 item.focuses, again = False, True
             elif again := item.done < (first := item.last_piece(self._piece)):

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from trailmark.data.corpus import text_tokens
 from trailmark.server.answers import TextEnd, Written, merged
 from trailmark.server.engine import Answer, Busy, Job, Sampling, Token
 from trailmark.server.errors import RequestError, internal
@@ -33,6 +34,7 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 class Prompt:
     tokens: tuple[int, ...]
     landmark: int  # how many of them stand before it
+    asks: tuple[int, ...] | None = None  # the question's own words
 
 
 class Generation(Generic[Body]):
@@ -115,6 +117,7 @@ class Generation(Generic[Body]):
                 time.monotonic() + self._state.limits.seconds,
                 self._ending(),
                 landmark=prompt.landmark,
+                asks=prompt.asks,
             )
             try:
                 answers.append(self.served.engine.submit(job))
@@ -319,7 +322,8 @@ class Chat(Generation[ChatRequest]):
         return (self.body.top_logprobs or 0) if self.body.logprobs else None
 
     def _prompts(self) -> list[Prompt]:
-        return [Prompt(*self.served.turns(self.body, self.known > 0))]
+        words = text_tokens(self.body.messages[-1].text.strip(), self.served.subject.tokenizer)
+        return [Prompt(*self.served.turns(self.body, self.known > 0), tuple(words.tolist()))]
 
     def _choice(self, number: int) -> dict[str, Any]:
         written = self.written[number]
