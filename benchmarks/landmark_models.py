@@ -6,7 +6,7 @@
 Parts: "needles" (configs/needle-landmark.yaml with three seeds, and without packed texts, next to the demo's DRT),
 "modes" (a text model: perplexity by what selects for itself, chunks touched), "gate" (the same with a retrieval gate,
 App. D of arXiv 2305.16300) and "jumps" (the same with position jumps, App. E). The text is TRAILMARK_DATA/books:
-trained on train/, asked about valid/ and test/. Each of seven trainings takes ten to thirty minutes on one core and
+trained on train/, asked about valid/ and test/. Each of seven trainings takes ten to forty minutes on one core and
 goes on where it was stopped; numbers are kept in benchmarks/landmark_models.json as they come.
 """
 

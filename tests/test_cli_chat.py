@@ -26,6 +26,7 @@ from tests.disks import snapshot
 from tests.models.tiny import drt, hils, landmark, window_model
 from trailmark import cli
 from trailmark.data.chat import ChatTurns
+from trailmark.data.corpus import load_tokenizer
 from trailmark.evaluation.chat import Conversation
 from trailmark.evaluation.generation import Sampling, stream
 from trailmark.evaluation.subject import load
@@ -299,13 +300,62 @@ def test_passages_that_a_question_looks_at_stand_before_it(tmp_path: Path) -> No
         talk = Conversation(subject, memory, Sampling(max_new_tokens=2), memory_tier="device", quotes=quotes)
         read, closed = followed(talk)
         "".join(talk.ask(question))
-        return str(tokenizer.decode(read[: closed[0]]))
+        # the words are read for the focus first, of the memory and of the conversation
+        return str(tokenizer.decode(read[: closed[0]])).partition("<|im_start|>")[2]
 
     plain = asked(False)
     assert asked(True) == plain.replace(question, "\n\n".join([*quoted, question]))
     assert plain.count(question) == 1
-    book.unlink()
-    assert asked(True) == plain
+    text = book.read_text()
+    for change in (lambda: book.write_text(text.replace("a", "e")), book.unlink):
+        change()
+        assert asked(True) == plain
+
+
+@torch.no_grad()
+def test_every_turn_quotes_the_memory_whatever_was_said(tmp_path: Path) -> None:
+    """A question that is asked again looks at the same passages: no earlier turn stands in their place."""
+    folder = save_model(tmp_path / "model", hils, reading="windows", num_focus_chunks=2)
+    memory = read_book(folder, tmp_path)
+    talk = Conversation(load(folder), memory, Sampling(max_new_tokens=12), memory_tier="device")
+    quoted = []
+    for question in ("Where is the river?", "Which stones?", "Where is the river?", "Where is the river?"):
+        "".join(talk.ask(question))
+        quoted.append([(passage.tokens, passage.bytes, passage.text) for passage in talk.quoted])
+    assert quoted[0]
+    assert quoted[0] == quoted[2] == quoted[3] != quoted[1]
+
+
+@torch.no_grad()
+def test_a_character_that_two_chunks_share_is_quoted_whole(tmp_path: Path) -> None:
+    """Of bytes, where a chunk may end inside a character."""
+    folder = tmp_path / "model"
+    hils(vocab_size=259, chunk_size=S, reading="windows", num_focus_chunks=1).float().save_pretrained(folder)
+    load_tokenizer("bytes").save_pretrained(folder)
+    subject, book = load(folder), "a" + "河水流石" * 60
+    (tmp_path / "book.txt").write_text(book, encoding="utf-8")
+    cli.main(["read", str(folder), str(tmp_path / "book.txt"), "--memory", str(tmp_path / "memory")])
+    talk = Conversation(subject, tmp_path / "memory", Sampling(2), memory_tier="device", plain=True)
+    "".join(talk.ask("流?"))
+    (passage,) = talk.quoted
+    assert passage.bytes is not None
+    assert passage.text == book.encode()[slice(*passage.bytes)].decode(errors="ignore")
+    assert passage.bytes[1] - passage.bytes[0] == passage.tokens[1] - passage.tokens[0] >= 2 * S
+
+
+def test_what_is_put_before_a_question_is_shown(
+    tmp_path: Path, command: Command, lines: Callable[[str], None]
+) -> None:
+    folder = save_model(tmp_path / "model", hils, reading="windows", num_focus_chunks=1)
+    memory, shown = read_book(folder, tmp_path), []
+    for more in ((), ("--no-quotes",), ("--passages", "0")):
+        lines("Where?\n")
+        code, out, _ = command("chat", folder, "--memory", memory, "--max-new-tokens", "3", *more)
+        assert code == 0
+        shown.append(
+            re.search(r"Put before the question:\n    book\.txt, tokens [\d,]+ to [\d,]+, bytes", out)
+        )
+    assert [found is not None for found in shown] == [True, False, False]
 
 
 def test_many_layers_are_told_together(

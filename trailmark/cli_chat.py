@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trailmark.evaluation.chat import Conversation, ReadChunk
     from trailmark.evaluation.generation import Sampling
     from trailmark.server.client import RemoteConversation
+    from trailmark.trace.passages import Passage
 
 _CHARACTERS = 400  # of a passage at most: chunks of 64 tokens are shown whole
 _LISTS = 4  # of passages at most, behind an answer
@@ -45,8 +46,8 @@ class ChatSettings(Settings):
     )
     no_quotes: bool = setting(
         False,
-        "Ask without the passages that the question looks at, which a model with num_focus_chunks reads once more "
-        "right before it.",
+        "Ask without the passages that the question looks at, which a model with num_focus_chunks finds and reads "
+        "right before it; with --url none are put there.",
         option="--no-quotes",
     )
     passages: int = setting(
@@ -84,7 +85,9 @@ def chat(settings: ChatSettings) -> None:
             typer.echo(line)
         for trouble in conversation.troubles:
             if trouble not in told:
-                typer.echo(f"  Mind: {trouble}; its passages are told by their tokens alone.")
+                typer.echo(
+                    f"  Mind: {trouble}; its passages stand before no question, and are told by their tokens alone."
+                )
                 told.add(trouble)
         typer.echo()
 
@@ -115,7 +118,11 @@ def _there(settings: ChatSettings) -> RemoteConversation:
     from trailmark.server.client import RemoteConversation
     from trailmark.server.keys import read_keys
 
-    for name in ("plain", "no_quotes", "memory_tier", "changes", "device"):
+    if settings.no_quotes:
+        raise ValueError(
+            "no_quotes: expected none with --url: a server puts nothing before a question. Leave it out."
+        )
+    for name in ("plain", "memory_tier", "changes", "device"):
         if getattr(settings, name) != ChatSettings.__dataclass_fields__[name].default:
             told = "set" if name == "changes" else name
             raise ValueError(f"{told}: expected none with --url: the server decides. Leave it out.")
@@ -172,7 +179,13 @@ def _questions() -> Iterator[str]:
 
 
 def _read_lines(conversation: Conversation | RemoteConversation, most: int) -> Iterator[str]:
-    if conversation.names is None or not most:
+    if not most:
+        return
+    if conversation.quoted:
+        yield "  Put before the question:"
+        for passage in conversation.quoted:
+            yield f"    {_place(passage)}"
+    if conversation.names is None:
         return
     count = conversation.num_groups
     if count > _LISTS:  # each layer of a Landmark model reads for itself
@@ -187,16 +200,18 @@ def _read_lines(conversation: Conversation | RemoteConversation, most: int) -> I
 
 
 def _described(read: ReadChunk) -> str:
-    parts = []
-    for passage in read.passages:
-        first, stop = passage.tokens
-        where = f"{passage.path.name}, tokens {first:,} to {stop - 1:,}"
-        if passage.bytes is not None:
-            where += f", bytes {passage.bytes[0]:,} to {passage.bytes[1] - 1:,}"
-        parts.append(where if passage.text is None else f"{where}: {_beginning(passage.text)}")
+    parts = [_place(passage) for passage in read.passages]
     if read.said is not None:
         parts.append(f"this conversation: {_beginning(read.said)}")
     return "; ".join(parts) or f"chunk {read.chunk:,}"
+
+
+def _place(passage: Passage) -> str:
+    first, stop = passage.tokens
+    where = f"{passage.path.name}, tokens {first:,} to {stop - 1:,}"
+    if passage.bytes is not None:
+        where += f", bytes {passage.bytes[0]:,} to {passage.bytes[1] - 1:,}"
+    return where if passage.text is None else f"{where}: {_beginning(passage.text)}"
 
 
 def _beginning(text: str) -> str:

@@ -266,7 +266,7 @@ _repr = _Repr()
 
 
 def first_line(error: BaseException | str) -> str:
-    """What another library's error says first, or its kind: for a message of one line."""
+    """What another library's error says first, at most 400 characters of it, or its kind: for a message of one line."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip().rstrip(".")
     return line if len(line) <= 400 else f"{line[:397]}..."
 

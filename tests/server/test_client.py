@@ -72,6 +72,10 @@ def test_what_goes_wrong_is_one_line(
         (("chat", "--url", "http://127.0.0.1:99999"), "url: expected an address"),
         (("chat", "--url", "http://[::1"), "url: expected an address"),
         (("chat", "--url", live.url, "--plain"), "plain: expected none with --url"),
+        (
+            ("chat", "--url", live.url, "--no-quotes"),
+            "no_quotes: expected none with --url: a server puts nothing",
+        ),
         (("chat", "--api-key-file", tmp_path / "key"), "without --url"),
     ):
         lines("Where?\n")

@@ -6,7 +6,6 @@ landmark closes the chunk of each question, so that the answer's first token alr
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from trailmark.data.chat import ChatTurns, Options
 from trailmark.data.corpus import text_tokens
 from trailmark.evaluation.generation import Sampling, pieces
 from trailmark.evaluation.subject import Subject
+from trailmark.memory import ChunkCache
 from trailmark.models.reads import NOTHING, Read
 from trailmark.trace.passages import Passage, Passages
 from trailmark.trace.texts import sources_of
@@ -52,10 +52,11 @@ class Conversation:
         plain: a line for the question and one for the answer instead of the chat template.
         template: options of the chat template.
         quotes: the passages of the memory that a question looks at (``model.focus``) stand before it, as their files
-            have them, so that all layers read them as any prompt.
+            have them: within the window all layers read them as any prompt.
 
     Attributes:
         names: of what reads ("group" or "layer"); None: the model reads nothing of its past.
+        quoted: the passages that stand before the last question.
 
     Raises:
         ValueError: a chat template that cannot be used, or does not read an option; no memory, a damaged one or
@@ -79,20 +80,24 @@ class Conversation:
         self._turns = ChatTurns.plain(system) if plain else ChatTurns.of(self._tokenizer, system, template)
         self._ends = self._turns.ends(self._tokenizer, self._model)
         sources: list[dict[str, Any]] = []
+        self._memory: ChunkCache | None = None
         if memory is None:
             self._cache = self._model.new_cache()
         else:
-            loaded = self._model.load_cache(memory, memory_tier)
-            sources = sources_of(loaded.notes, memory)
-            self._cache = loaded.branch()
+            self._memory = self._model.load_cache(memory, memory_tier)
+            sources = sources_of(self._memory.notes, memory)
+            self._cache = self._memory.branch()
         read = self._cache.get_seq_length()
         begin: list[int] = [] if read else subject.beginning
         self._before = self._turns.inside(self._tokenizer) if read or begin else self._turns.first
         self._waiting = np.array(begin, np.int64)  # tokens that the model has not read yet
         size = getattr(self._model.config, "chunk_size", None)
         self._chunks = SaidChunks(read, size)
-        full = sum(source["tokens"] for source in sources) == read
-        self._passages = Passages(sources if full else [], self._tokenizer, size or 1, subject.beginning)
+        self._full = sum(source["tokens"] for source in sources) == read
+        self._passages = Passages(
+            sources if self._full else [], self._tokenizer, size or 1, subject.beginning
+        )
+        self.quoted: list[Passage] = []
         follow = self._model.follow_reads() if self._model.config.retrieves else None
         self.names: str | None = None if follow is None else follow.group_name
         self._follow, self._now = follow, (NOTHING,) * (0 if follow is None else follow.num_groups)
@@ -115,9 +120,11 @@ class Conversation:
         question = question.strip()
         # its own words alone: those of a template look at the text's beginning, whatever is asked
         words = text_tokens(question, self._tokenizer).astype(np.int64)
-        self._model.focus(self._tensor(words), self._cache)
-        quoted = [*self._looked_at(), question] if self._quotes else [question]
-        asked, cue = self._turns.question("\n\n".join(quoted), self._tokenizer, self._before)
+        self.quoted = self._looked_at(words)
+        if len(words):
+            self._model.focus(self._tensor(words), self._cache)
+        before = [passage.text.strip() for passage in self.quoted if passage.text is not None]
+        asked, cue = self._turns.question("\n\n".join([*before, question]), self._tokenizer, self._before)
         ids = np.concatenate([self._waiting, asked])
         self._heard = []
         with self._followed(), torch.no_grad():
@@ -145,24 +152,19 @@ class Conversation:
             said = [token for token in written if token not in self._ends]
             self._waiting = np.array([*cue.tolist(), *said], np.int64)[self._chunks.num_tokens - known :]
 
-    def _looked_at(self) -> list[str]:
-        """The passages of the question's focus, in the order of the text; chunks that follow each other are one."""
-        state = self._cache.state
-        if state is None or not state.focus or state.focus[0] is None:
+    def _looked_at(self, words: np.ndarray[Any, Any]) -> list[Passage]:
+        """What a question's words look at in the memory as it was read; chunks that follow each other are one."""
+        if not self._quotes or self._memory is None or not len(words):
             return []
-        chunks = state.focus[0].tolist()
-        if chunks[-2:-1] != [chunks[-1] - 1]:  # the last chunk, which stands in every focus
+        looking = self._memory.branch()
+        self._model.focus(self._tensor(words), looking)
+        focus = () if looking.state is None else looking.state.focus
+        if not focus or focus[0] is None:
+            return []
+        chunks = focus[0].tolist()
+        if chunks[-2:-1] != [chunks[-1] - 1]:  # the memory's last chunk, which stands in every focus
             del chunks[-1]
-        texts, stop = list[str](), None
-        for passage in itertools.chain.from_iterable(map(self._passages.of, chunks)):
-            if passage.text is None or passage.bytes is None:
-                continue
-            if (passage.path, passage.bytes[0]) == stop:
-                texts[-1] += passage.text
-            else:
-                texts.append(passage.text)
-            stop = passage.path, passage.bytes[1]
-        return [text.strip() for text in texts if text.strip()]
+        return self._passages.joined(chunks)
 
     @property
     def num_groups(self) -> int:
@@ -200,8 +202,13 @@ class Conversation:
 
     @property
     def troubles(self) -> list[str]:
-        """Why passages of some files are told by their tokens alone."""
-        return self._passages.troubles
+        """Why no passage of some files, or of any, is shown and put before a question."""
+        unknown = (
+            []
+            if self._memory is None or self._full
+            else ["the memory does not name all that was read into it"]
+        )
+        return unknown + self._passages.troubles
 
     def _placed(self, chunk: int, weight: float) -> ReadChunk:
         passages, tokens = tuple(self._passages.of(chunk)), self._chunks.tokens(chunk)

@@ -542,7 +542,7 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         return cache
 
     def focus(self, input_ids: Tensor, cache: ChunkCache, attention_mask: Tensor | None = None) -> None:
-        """Let what is asked next, and its answer, choose among the few chunks that the question looks at most sharply.
+        """Let what is asked next, and its answer, choose among the few chunks at which the question looks sharply.
 
         To be called before the question itself, with the cache that it is put to: the cache then holds these chunks,
         until the next call of this or of :meth:`read`; they go with it from row to row, and are not saved. It does

@@ -71,6 +71,7 @@ class RemoteConversation:
         self._retrieved: list[dict[str, Any]] = []
         self.names: str | None = "group"
         self.troubles: list[str] = []
+        self.quoted: list[Passage] = []  # a server puts nothing before a question
 
     def ask(self, question: str) -> Generator[str, None, None]:
         """The answer, piece by piece as it comes. Who takes no more stops it, and may ask on.

@@ -126,6 +126,7 @@ class Engine:
         """
         require(len(job.prompt) > 0, "prompt", "none", "at least one token")
         self._expect_tokens("prompt", job.prompt)
+        self._expect_tokens("asks", job.asks or ())
         require(1 <= job.n <= self.max_rows, "n", job.n, f"1 to {self.max_rows} answers (max_rows)")
         marked = len(job.prompt) if job.landmark is None else job.landmark
         require(

@@ -322,8 +322,11 @@ class Chat(Generation[ChatRequest]):
         return (self.body.top_logprobs or 0) if self.body.logprobs else None
 
     def _prompts(self) -> list[Prompt]:
-        words = text_tokens(self.body.messages[-1].text.strip(), self.served.subject.tokenizer)
-        return [Prompt(*self.served.turns(self.body, self.known > 0), tuple(words.tolist()))]
+        tokens, landmark = self.served.turns(self.body, self.known > 0)
+        last, asks = self.body.messages[-1], None
+        if self.known and self.served.subject.model.focuses and last.role == "user":
+            asks = tuple(text_tokens(last.text.strip(), self.served.subject.tokenizer).tolist())
+        return [Prompt(tokens, landmark, asks)]
 
     def _choice(self, number: int) -> dict[str, Any]:
         written = self.written[number]

@@ -82,13 +82,17 @@ class _File:
         # chunks that begin in this file before this one
         number = (begin - (self.first + -self.first % chunk_size)) // chunk_size
         places = int(self._starts[number]) if begin >= self.first else 0, int(self._starts[number + 1])
+        return self.read((low, high), places)
+
+    def read(self, tokens: tuple[int, int], places: tuple[int, int]) -> Passage:
+        """That of some tokens, which stand at these bytes."""
         try:
             with open_regular(self.path, "memory", links=True) as file:
                 file.seek(places[0])
                 text = file.read(places[1] - places[0]).decode(errors="ignore")
         except (ValueError, OSError):
-            return Passage(self.path, (low, high))
-        return Passage(self.path, (low, high), places, text)
+            return Passage(self.path, tokens)
+        return Passage(self.path, tokens, places, text)
 
 
 class Passages:
@@ -111,11 +115,29 @@ class Passages:
 
     def of(self, chunk: int) -> list[Passage]:
         """Those of one chunk, one for each file that it holds something of; none behind the last file."""
+        return [passage for _, passage in self._held(chunk)]
+
+    def _held(self, chunk: int) -> list[tuple[_File, Passage]]:
         begin, stop = chunk * self._chunk_size, (chunk + 1) * self._chunk_size
         held = [file for file in self._files if file.first < stop and begin < file.first + file.count]
         for file in held:
             file.look(self._tokenizer, self._chunk_size)
-        return [file.passage(begin, stop, self._chunk_size) for file in held]
+        return [(file, file.passage(begin, stop, self._chunk_size)) for file in held]
+
+    def joined(self, chunks: Sequence[int]) -> list[Passage]:
+        """Those of chunks, ascending, that have a text; where one follows the other in a file they are one."""
+        spans: list[tuple[_File, Passage]] = []
+        for chunk in chunks:
+            for file, passage in self._held(chunk):
+                if passage.bytes is None or passage.text is None:
+                    continue
+                if spans and spans[-1][0] is file and spans[-1][1].tokens[1] == passage.tokens[0]:
+                    before = spans.pop()[1]
+                    assert before.bytes is not None
+                    ends = (before.tokens[0], passage.tokens[1]), (before.bytes[0], passage.bytes[1])
+                    passage = file.read(*ends)
+                spans.append((file, passage))
+        return [passage for _, passage in spans if passage.text is not None and passage.text.strip()]
 
     @property
     def troubles(self) -> list[str]:

@@ -20,10 +20,10 @@ from trailmark.models.hils.focus import focus_of
 from trailmark.ops import ChunkSelection
 
 CASES: list[tuple[int, dict[str, Any]]] = [
-    (1, {}),
+    (2, {}),
     (2, {"chunk_score": "mean", "chunk_weights": "keys", "far_position": "window", "summary_tokens": 1}),
     (
-        1,
+        2,
         {
             "num_sinks": 3,
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
@@ -278,12 +278,12 @@ def test_any_memory_of_windows_is_asked_with_a_focus(tmp_path: Path) -> None:
 
 
 def test_shares_are_squared_and_added_up_over_tokens_layers_and_heads() -> None:
-    """By hand: 7 has .5², 3 has .3² + .3², 10 .3², 0 less than a third of .5²; 15 is the question's own."""
+    """By hand: 7 has .5², 3 has .3² + .3², 10 .35², 0 less than a third of .5²; 15 is the question's own."""
     layers = [
         ChunkSelection(indices, shares, shares.log())  # [B, T, J, K]
         for indices, shares in (
-            (torch.tensor([[[[3, -1]], [[0, 15]]]]), torch.tensor([[[[0.3, 0.0]], [[0.2, 0.9]]]])),
-            (torch.tensor([[[[3, 7]], [[10, -1]]]]), torch.tensor([[[[0.3, 0.5]], [[0.3, 0.0]]]])),
+            (torch.tensor([[[[3, -1]], [[0, 15]]]]), torch.tensor([[[[0.3, 0.0]], [[0.28, 0.9]]]])),
+            (torch.tensor([[[[3, 7]], [[10, -1]]]]), torch.tensor([[[[0.3, 0.5]], [[0.35, 0.0]]]])),
         )
     ]
 

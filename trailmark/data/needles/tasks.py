@@ -96,6 +96,12 @@ class Question:
     any_order: bool = False  # the values may come in any order
     value_length: int = 0  # tokens of each value of a fixed answer
     free: bool = False  # the answer may stand anywhere in what is said
+    filler: int = 0  # tokens of the prompt before what is asked
+
+    @property
+    def asked(self) -> Integers:
+        """The prompt without its filler, which may look like a place of the haystack."""
+        return self.prompt[self.filler :]
 
     @property
     def marks(self) -> list[int]:
@@ -370,6 +376,7 @@ class NeedleTask:
                     self.kind == "multi-value",
                     len(names[values[0]].tokens),
                     self.format.free,
+                    filler,
                 )
             )
         return Trial(tuple(needles), tuple(questions))

@@ -222,24 +222,31 @@ class MemoryAsker:
         """A row for each question, which focuses on what that asks for, whatever of the answer is given."""
         branch = cache.branch(len(questions))
         if self.model.focuses:
-            ids, mask, _ = self._batch([q.prompt for q in questions], questions)
-            self.model.focus(ids, branch, mask)
+            ids, mask = _side_by_side([q.asked for q in questions])
+            self.model.focus(ids.to(self.model.device), branch, mask.to(self.model.device))
         return branch
 
     def _batch(
         self, rows: Sequence[np.ndarray[Any, Any]], questions: Sequence[Question]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, which of them exist and which a landmark follows, [B, T]: all rows end in the last column."""
-        width = max(map(len, rows))
-        ids = torch.zeros(len(rows), width, dtype=torch.int64)
-        mask, close = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
+        ids, mask = _side_by_side(rows)
+        close = torch.zeros_like(mask)
         for i, (row, q) in enumerate(zip(rows, questions, strict=True)):
-            first = width - len(row)
-            ids[i, first:] = torch.from_numpy(row)
-            mask[i, first:] = True
-            close[i, [first + place for place in q.marks]] = True
+            close[i, [ids.shape[1] - len(row) + place for place in q.marks]] = True
         device = self.model.device
         return ids.to(device), mask.to(device), close.to(device)
+
+
+def _side_by_side(rows: Sequence[np.ndarray[Any, Any]]) -> tuple[Tensor, Tensor]:
+    """Tokens and which of them exist, [B, T]: all rows end in the last column."""
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for own, there, row in zip(ids, mask, rows, strict=True):
+        first = len(own) - len(row)
+        own[first:] = torch.from_numpy(row)
+        there[first:] = True
+    return ids, mask
 
 
 def _batches(questions: Sequence[Question]) -> Iterator[Sequence[Question]]:

@@ -44,9 +44,8 @@ class HiLSConfig(TrailmarkConfig):
         num_focus_chunks: of a question that is put to a memory (``model.focus``): at most so many chunks, those with
             the largest squared shares of its attention, summed over its tokens, layers and heads; none with less than a
             third of the best one's. It and its answer choose among these, those right before and after them, and what
-            comes later. So a long text's other chunks, of which some look a little
-            like those that are asked for, take no attention from them, and an answer's tokens look over as many
-            chunks as in a short text. None: among all.
+            comes later. So a long text's other chunks, of which some look a little like those that are asked for, take
+            no attention from them, and an answer's tokens look over as many chunks as in a short text. None: among all.
     """
 
     model_type = "trailmark_hils"

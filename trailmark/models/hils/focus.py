@@ -12,13 +12,14 @@ from trailmark.ops import ChunkSelection
 
 _NONE = 1 << 60
 """In place of a chunk that is not there: behind all that are."""
-_LEAST = 1 / 3  # of the best chunk's sum: where one fact is asked for, the second best has mostly less
+_LEAST = 1 / 3
+"""Of the best chunk's sum: where one fact was asked for, the second best mostly had less (docs/convert.md)."""
 
 
 def focus_of(
     retrieval: Sequence[ChunkSelection], num_chunks: Integers, count: int
 ) -> tuple[Integers | None, ...]:
-    """Of each row the chunks that its tokens look at most sharply, ``count`` at most, and those right beside them.
+    """Of each row the chunks at which its tokens look sharply, ``count`` at most, and those right beside them.
 
     Shares of attention are squared before they are added up, so that the few heads and tokens that look at one chunk
     decide, and not the many whose attention is spread over chunks that merely look alike. A chunk that gets less than a
