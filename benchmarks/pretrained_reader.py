@@ -1,9 +1,10 @@
-"""The reader of long texts in models/smollm2-135m-reader: how it was taught, and how few chunks a question keeps to.
+"""The reader of long texts in models/smollm2-135m-reader: how it was taught, and what it answers with a focus.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained_reader.py [reader words focus million times shares]
+    TRAILMARK_DATA=... python benchmarks/pretrained_reader.py [reader focus long times shares]
 
 Writes benchmarks/pretrained_reader.json. The parts "reader" and "shares" ask what pretrained_train.py makes (reader,
-reader-some and reader-none), the others the model whose additions lie in models/. Stopped, the same command goes on.
+reader-some and reader-none), the others the model whose additions lie in models/, and "focus" its base as converted
+beside it. Stopped, the same command goes on; after a change of how a model chooses, take another --folder.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ from trailmark.training.config import load_run_config
 from trailmark.training.run import HISTORY_FILE
 
 OUTPUT = Path(__file__).with_suffix(".json")
-WORDS = ("sentences", "paraphrases")
-WIDE = 32  # chunks, as was chosen before
-FOCUSES = (WIDE, 4)
-LONG, MILLION = 65_536, 1_048_576  # tokens of the texts in the parts focus and million
-SEED = 1  # of both
+# by format and whether through the chat template: facts of one format are hidden once for all ways to ask
+ASKED = (("sentences", False), ("paraphrases", False), ("paraphrases", True))
+WORDS = tuple(dict.fromkeys(format for format, _ in ASKED))
+LONG, MILLION = 65_536, 1_048_576  # tokens of the texts in the part long
+SEED = 1  # of its facts
 QUESTION, WRITTEN, REPEATS = "The name of the house in which he was born is", 16, 3
 
 
@@ -101,12 +102,12 @@ def reader(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 def times(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Seconds of an answer behind a text, without a focus and with one."""
     asked, text = subject(shipped_reader(options.folder), *READER_FIELDS), Needles(options, progress).text
-    rows = list[dict[str, Any]]()
+    rows, set_count = list[dict[str, Any]](), _focus_set(options.folder)
     cache = asked.model.new_cache(num_tokens=max(options.timed))
     for length in sorted(options.timed):
         piece = torch.from_numpy(text[cache.get_seq_length() : length].astype("int64"))
         asked.model.read(piece[None], cache, progress=lambda n, _: progress.show(f"{n:,} read"))
-        for count in (None, WIDE):
+        for count in (None, set_count):
             rows.append({"length": length, "focus": count} | _seconds_of_an_answer(asked, cache, count))
         keep(options.output, "times", found := about(options) | {"rows": rows, "written": WRITTEN})
     return found
@@ -133,82 +134,59 @@ def _seconds_of_an_answer(asked: Subject, cache: ChunkCache, count: int | None) 
     return {"first": median(firsts), "each": median(others)}
 
 
-def words(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The same reader with a focus, asked in the words of each format, of one fact in a text and of many."""
+def focus(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The reader and its base asked for each of many facts in a short text, with the focus that a conversion sets."""
     models = {
         "as converted": hils_of(options.folder, far_base(options.folder)),
         "taught": shipped_reader(options.folder),
     }
-    fields = (*READER_FIELDS, f"num_focus_chunks={options.focus}")
-    asked, rows, near = Needles(options, progress), list[dict[str, Any]](), options.needles
-    found = {"rows": rows, "fields": READER, "chunks": READ, "focus": options.focus} | about(options)
-    cases = [(near, together, format, False) for together in (1, TOGETHER) for format in WORDS]
-    cases += [(near, 1, "paraphrases", True)]
-    cases += [(length, TOGETHER, format, False) for length in options.far for format in WORDS]
-    cases += [(length, 1, "paraphrases", chat) for length in options.far for chat in (False, True)]
-    for length, together, format, chat in cases:
-        alone = options.singles if length == near else options.few
-        many = options.questions if length == near else TOGETHER
-        for model, folder in models.items():
-            if model == "taught" or (length, together) == (near, 1):
-                count = alone if together == 1 else many
-                row = asked.ask(folder, fields, length, chat, together, count, format)
-                rows.append({"model": model, "together": together, "format": format, "chat": chat} | row)
-                keep(options.output, "words", found)
+    count = _focus_set(options.folder)
+    asked, rows, length = Needles(options, progress), list[dict[str, Any]](), options.needles
+    found = {"rows": rows, "fields": READER_FIELDS, "set": count}
+    fields = (*READER_FIELDS, f"num_focus_chunks={count}")
+    for (format, chat), (model, folder) in product(ASKED, models.items()):
+        row = asked.ask(folder, fields, length, chat, TOGETHER, format=format)
+        rows.append({"model": model, "together": TOGETHER, "format": format, "chat": chat} | row)
+        keep(options.output, "focus", found)
     return found
 
 
-def focus(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The same reader by how few chunks a question keeps to: single facts in a long text, and many in short ones.
-
-    32 was chosen by ten sentences; 4 by twenty questions in other words in 65,536 tokens, of which 15 were right with
-    32. The single facts here are of another seed, the many the questions of "words".
-    """
-    needles = Needles(options, progress)
-    many = [
-        {"focus": count, "chat": False, "format": format}
-        | needles.ask(
-            shipped_reader(options.folder),
-            (*READER_FIELDS, f"num_focus_chunks={count}"),
-            options.needles,
-            together=TOGETHER,
-            format=format,
-        )
-        for format in WORDS
-        for count in FOCUSES
-    ]
-    sets = TARGETS["hils"].defaults(open_any_base(options.folder / "shipped"), {"reading": "windows"})
-    rows = Alone(options.folder, needles.text, progress).ask(LONG, 20, WORDS[1:])
-    return {"rows": rows, "many": many, "set": sets["num_focus_chunks"], "seed": SEED} | about(options)
-
-
-def million(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The same in a text of a million tokens, with sentences too."""
+def long(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The reader with that focus in long texts, which it reads once for many single facts."""
     alone = Alone(options.folder, Needles(options, progress).text, progress)
-    return {"rows": alone.ask(MILLION, options.facts, WORDS), "seed": SEED} | about(options)
+    found: dict[str, Any] = {"rows": [], "fields": alone.fields, "seed": SEED}
+    for length, count, formats in ((LONG, options.long, WORDS[1:]), (MILLION, options.facts, WORDS)):
+        found["rows"] += alone.ask(length, count, formats)
+        keep(options.output, "long", found)
+    return found
 
 
-# facts of one format are hidden once, and asked for in one way or two
-ASKED = (("paraphrases", False), ("paraphrases", True), ("sentences", False))
+def _focus_set(folder: Path) -> int:
+    """What ``trailmark convert --to hils reading=windows`` sets."""
+    shipped_reader(folder)  # made, if it is not there; what is set is the same for every base
+    fields = TARGETS["hils"].defaults(open_any_base(folder / "shipped"), {"reading": "windows"})
+    assert isinstance(fields["num_focus_chunks"], int)
+    return fields["num_focus_chunks"]
 
 
 class Alone:
     """Single facts in haystacks that are read once for all of them; a file keeps what is known of each fact."""
 
     def __init__(self, folder: Path, text: Tokens, progress: Progress) -> None:
-        self.file, self.text, self.progress = folder / "focus.json", text, progress
+        self.file, self.text, self.progress = folder / "alone.json", text, progress
         self.known: dict[str, list[dict[str, Any]]] = read_json(self.file) or {}
-        self.asked = subject(shipped_reader(folder), *READER_FIELDS)
-        self.name = f"{weights_of(shipped_reader(folder))[:12]} {READER_FIELDS}"
+        self.fields = (*READER_FIELDS, f"num_focus_chunks={_focus_set(folder)}")
+        self.asked = subject(shipped_reader(folder), *self.fields)
+        self.name = f"{weights_of(shipped_reader(folder))[:12]} {self.fields}"
 
     @torch.no_grad()
     def ask(self, length: int, count: int, formats: Sequence[str]) -> list[dict[str, Any]]:
-        """A row for each way to ask and focus, of ``count`` facts of each format."""
+        """A row for each way to ask, of ``count`` facts of each format."""
         haystacks, lines = num_haystacks(length, count), list[dict[str, Any]]()
         for number in range(haystacks):
             facts = count * (number + 1) // haystacks - count * number // haystacks
             name = f"{length:,} tokens, haystack {number + 1} of {haystacks}"
-            key = f"{self.name} | {length} | {number} of {haystacks} | {SEED} {FOCUSES}"
+            key = f"{self.name} | {length} | {number} of {haystacks} | {SEED}"
             keys = {(format, fact): f"{key} | {format} {fact}" for fact in range(facts) for format in formats}
             if missing := [asked for asked, key in keys.items() if key not in self.known]:
                 for asked, found in self._in_haystack(length, number, missing, name):
@@ -216,34 +194,32 @@ class Alone:
                     write_json(self.file, self.known)
             lines += [line for key in keys.values() for line in self.known[key]]
         rows = []
-        for (format, chat), focus in product(ASKED, FOCUSES):
-            if own := [x for x in lines if (x["format"], x["chat"], x["focus"]) == (format, chat, focus)]:
-                row = {"length": length, "format": format, "chat": chat, "focus": focus}
+        for format, chat in ASKED:
+            if own := [line for line in lines if (line["format"], line["chat"]) == (format, chat)]:
+                row = {"length": length, "format": format, "chat": chat}
                 rows.append(row | {name: x for name, x in summary(own).items() if name != "asked"})
         return rows
 
     def _in_haystack(
         self, length: int, number: int, facts: Sequence[tuple[str, int]], name: str
     ) -> Iterator[tuple[tuple[str, int], list[dict[str, Any]]]]:
-        """Lines of each of ``facts``, of a format and a number; no memory depends on the focus."""
+        """Lines of each of ``facts``, of a format and a number."""
         plans = self._plans(length)
         first, own_length = next(iter(plans.values()))
-        haystack, asker, model = first.haystack(own_length, number), first.asker(own_length), self.asked.model
+        haystack, asker = first.haystack(own_length, number), first.asker(own_length)
         laid = {way: plan.lay(n, number, [None], facts[-1][1] + 1)[None] for way, (plan, n) in plans.items()}
         with asker.reading(
             haystack, ReadingCost(), lambda n: self.progress.show(f"{name}: {n:,} read")
         ) as read:
             for format, fact in facts:
                 self.progress.show(f"{name}: {format} {fact + 1} of {facts[-1][1] + 1}")
-                ways = [way for way in ASKED if way[0] == format]
-                trials = {way: laid[way][fact] for way in ways}
+                trials = {way: laid[way][fact] for way in ASKED if way[0] == format}
                 needles = _needles_of(list(trials.values()))
                 with asker.holding(read, haystack, needles, ReadingCost(), lambda tokens: None) as held:
                     lines = []
-                    for (way, trial), count in product(trials.items(), FOCUSES):
-                        model.config.num_focus_chunks = count
+                    for way, trial in trials.items():
                         (line,) = plans[way][0].ask(asker, held, trial, ReadingCost())
-                        lines.append(line | {"format": format, "chat": way[1], "focus": count})
+                        lines.append(line | {"format": format, "chat": way[1]})
                 yield (format, fact), lines
 
     def _plans(self, length: int) -> dict[tuple[str, bool], tuple[Plan, int]]:
@@ -292,9 +268,8 @@ def shares(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 PARTS = {
     "reader": reader,
-    "words": words,
     "focus": focus,
-    "million": million,
+    "long": long,
     "times": times,
     "shares": shares,
 }
@@ -304,7 +279,7 @@ def main() -> None:
     parser = parser_of(__doc__, PARTS, OUTPUT)
     parser.add_argument("--needles", type=int, default=4096, help="tokens of short texts")
     parser.add_argument(
-        "--far", type=int, nargs="*", default=(16_384,), help="lengths of texts in the parts reader and words"
+        "--far", type=int, nargs="*", default=(16_384,), help="lengths of texts in the part reader"
     )
     parser.add_argument(
         "--longest",
@@ -320,7 +295,6 @@ def main() -> None:
         default=(),
         help=f"chunks that a token reads in place of {READ} at the lengths of --far and --longest, in the part reader",
     )
-    parser.add_argument("--focus", type=int, default=WIDE, help="num_focus_chunks, in the part words")
     parser.add_argument(
         "--timed",
         type=int,
@@ -330,10 +304,9 @@ def main() -> None:
     )
     parser.add_argument("--questions", type=int, default=100, help="about needles, in short texts")
     parser.add_argument("--singles", type=int, default=20, help="about the only needle of a short text")
-    parser.add_argument("--facts", type=int, default=6, help="of each format, in the part million")
-    parser.add_argument(
-        "--few", type=int, default=10, help="questions in long texts, in the parts reader and words"
-    )
+    parser.add_argument("--long", type=int, default=20, help=f"facts in {LONG:,} tokens, in the part long")
+    parser.add_argument("--facts", type=int, default=6, help=f"of each format in {MILLION:,} tokens")
+    parser.add_argument("--few", type=int, default=10, help="questions in long texts, in the part reader")
     measure_parts(PARTS, parser.parse_args())
 
 

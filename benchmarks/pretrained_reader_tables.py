@@ -1,4 +1,4 @@
-"""The tables of pretrained_reader.json; benchmarks/readme.py puts them in place."""
+"""The tables of pretrained_reader.json and pretrained_answers.json; benchmarks/readme.py puts them in place."""
 
 from __future__ import annotations
 
@@ -16,28 +16,63 @@ def text() -> str:
 def summary() -> str:
     """What it gives back untrained, and what the reader completes: for those who have read nothing else yet."""
     parts = {name: part["results"] for name, part in record("pretrained_reader").items()}
-    reader, focus, million = parts["reader"], parts["focus"], parts["million"]
+    reader, focus = parts["reader"], parts["focus"]
+    asked = record("pretrained_answers")["answers"]["results"]["rows"]
+    answered = " and ".join(f"{_right(x)} in {x['tokens']:,} tokens" for x in asked if x["quoted"] == _FOCUS)
+    without = max(x["correct"] for x in asked if x["quoted"] == "none")
+    of_words = " and ".join(str(x["correct"]) for x in asked if x["quoted"] == "of BM25")
     untrained = record("pretrained_hils")["losses"]["results"]
     rows = untrained["rows"]
     (row,) = (x for x in rows if (x["kind"], x["length"], x["chunks"]) == ("LaTeX", 4096, rows[0]["chunks"]))
     chat = {x["model"]: _right(x) for x in reader["rows"] if x["chat"]}
-    by_length = _by_length(reader, [*focus["rows"], *million["rows"]], focus["set"])
+    by_length = _by_length(reader, parts["long"]["rows"])
     return (
         f"By `--to hils` alone, where every layer and token chooses {row['chunks']} chunks of "
         f"{untrained['chunk_size']} tokens, untrained SmolLM2-135M gives back "
         f"{between('closed', '.2f').format(**row)} of what a window of {untrained['window']} loses to full "
         f"attention on LaTeX at {row['length']:,} tokens ({row['texts']} held-out texts). With `--far-layers 7 "
-        "reading=windows` it reads a long text at one speed. A sentence with a number hides in a book and is to be "
-        "completed, or was told *in other words* than those of its training and is asked for in a line or through the "
-        f"chat template; right answers, by the book's length:\n\n{by_length}\n\n"
+        "reading=windows` it reads a long text at one speed, and `trailmark chat` puts what a question looks at before "
+        f"it: asked, **untrained**, for facts of any kind in a book, it answers {answered}; with what BM25 "
+        f"finds in its place {of_words}, without either at most {without} "
+        "([how](docs/convert.md#passages-before-a-question)).\n\n"
+        "A sentence with a number hides in a book and is to be completed, or was told *in other words* than those of "
+        "its training and is asked for in a line or through the chat template, all without such passages; right "
+        f"answers, by the book's length:\n\n{by_length}\n\n"
         f"*Taught*: its base, for {reader['trained_seconds'] / 60:.0f} minutes of a core on texts of "
         f"{reader['trained_length']:,} tokens ([its additions](models/smollm2-135m-reader/README.md)). *Focus*, "
-        f"which `reading=windows` sets and the columns before are without: question and answer keep to the "
-        f"{focus['set']} chunks that the question looks at most and those beside them; these questions are others. "
+        "which `reading=windows` sets and the columns before are without: question and answer keep to at most "
+        f"{focus['set']} chunks that the question looks at with the sharpest attention, and those beside them; these "
+        "questions are others. "
         "Asked through the chat template, in 4,096 tokens and without a focus, the untaught one answers "
         f"{chat['as converted']}, the taught one {chat['taught']}. How it is done: "
         "[docs/convert.md](docs/convert.md); all numbers: [docs/pretrained.md](docs/pretrained.md)."
     )
+
+
+def answers_text() -> str:
+    """Facts of any kind, and what an untaught conversion says when it is asked for them."""
+    found = record("pretrained_answers")["answers"]
+    rows = found["results"]["rows"]
+    columns: Columns = {
+        "tokens": "{tokens:,}",
+        "passages before the question": "{quoted}",
+    }
+    columns |= {"questions": "{questions}", "right": RIGHT}
+    longest = max((row for row in rows if row["quoted"] == _FOCUS), key=lambda row: row["tokens"])
+    said: Columns = {
+        "asked": "{asked}",
+        "answered": lambda row: " ".join(row["said"].split()),
+        "right": "{right}",
+    }
+    each = [
+        {"asked": asked, "said": one, "right": "yes" if right else "no"}
+        for asked, one, right in zip(longest["asked"], longest["said"], longest["right"], strict=True)
+    ]
+    text = (
+        f"{table(columns, rows)}\n\nWhat it said of the book of {longest['tokens']:,} tokens, of at most "
+        f"{found['results']['answer_tokens']} tokens an answer:\n\n{table(said, each)}"
+    )
+    return on_machine(text, found["environment"])
 
 
 def _right(row: Row) -> str:
@@ -51,15 +86,13 @@ _FOCUSED = {
 }
 
 
-def _by_length(reader: Row, by_focus: list[Row], focus: int) -> str:
+def _by_length(reader: Row, focused: list[Row]) -> str:
     """Single facts by the length of the text: to be completed, and with a focus in other words too."""
     names = "as converted", "taught", *_FOCUSED.values()
     asked = [
         x for x in reader["rows"] if (x["together"], x["chat"], x["chunks"]) == (1, False, reader["chunks"])
     ]
-    asked += [
-        row | {"model": _FOCUSED[row["format"], row["chat"]]} for row in by_focus if row["focus"] == focus
-    ]
+    asked += [row | {"model": _FOCUSED[row["format"], row["chat"]]} for row in focused]
     rows: dict[int, Row] = {}
     for row in asked:
         own = rows.setdefault(row["length"], {"length": row["length"]} | dict.fromkeys(names, "-"))
@@ -89,28 +122,20 @@ def _reader_text(found: Row) -> str:
     )
 
 
-def _words_text(found: Row) -> str:
-    columns: Columns = {"model": "{model}", "a fact is told": lambda row: _WORDS[row["format"]]}
-    columns |= {"needles": "{together}"} | ASKED | _RIGHT
-    return (
-        f"**In other words**: the same reader with a focus of {found['focus']} chunks, asked for facts that "
-        "are all told by one sentence, or each in one of eight ways; the training showed none of these, nor of the six "
-        "questions:\n\n"
-        f"{table(columns, found['rows'])}"
-    )
-
-
 def _focus_text(found: Row) -> str:
+    columns: Columns = {"model": "{model}"} | _TOLD | {"needles": "{together}"} | ASKED | _RIGHT
     return (
-        "**How narrow a focus** (`num_focus_chunks`): the same reader, asked for single facts of another seed.\n\n"
-        f"{table(_BY_FOCUS, found['rows'])}\n\n"
-        f"Of {found['many'][0]['needles']} facts in a text, the questions of the table before:\n\n"
-        f"{table(_BY_FOCUS, found['many'])}"
+        f"**With a focus** (`num_focus_chunks={found['set']}`, as `reading=windows` sets it): the reader and its base "
+        "as converted, asked for facts that are all told by one sentence, or each in one of eight ways; the training "
+        f"showed none of these, nor of the six questions:\n\n{table(columns, found['rows'])}"
     )
 
 
-def _million_text(found: Row) -> str:
-    return f"The same of single facts in a million tokens, kept in bfloat16:\n\n{table(_BY_FOCUS, found['rows'])}"
+def _long_text(found: Row) -> str:
+    return (
+        "The reader with a focus in long texts, each of which is read once for several single facts and kept in "
+        f"bfloat16:\n\n{table(_TOLD | ASKED | _RIGHT, found['rows'])}"
+    )
 
 
 def _times_text(found: Row) -> str:
@@ -136,6 +161,7 @@ def _shares_text(found: Row) -> str:
     )
 
 
+_FOCUS = "of the focus"
 _WORDS = {"sentences": "by one sentence", "paraphrases": "in one of eight ways"}
 _RIGHT: Columns = {
     "tokens": "{length:,}",
@@ -143,13 +169,11 @@ _RIGHT: Columns = {
     "right": RIGHT,
     "chunk read": "{recall:.2f}",
 }
-_BY_FOCUS: Columns = {"a fact is told": lambda row: _WORDS[row["format"]], "num_focus_chunks": "{focus}"}
-_BY_FOCUS |= ASKED | _RIGHT
+_TOLD: Columns = {"a fact is told": lambda row: _WORDS[row["format"]]}
 _PARTS: dict[str, Callable[[Row], str]] = {
     "reader": _reader_text,
-    "words": _words_text,
     "focus": _focus_text,
-    "million": _million_text,
+    "long": _long_text,
     "times": _times_text,
     "shares": _shares_text,
 }

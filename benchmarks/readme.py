@@ -410,6 +410,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "start": pretrained_tables.start_text,
         "hils": pretrained_hils_tables.text,
         "reader": pretrained_reader_tables.text,
+        "answers": pretrained_reader_tables.answers_text,
         "trained": pretrained_tables.trained_text,
     },
     "models/smollm2-135m-reader/README.md": {"reader": pretrained_reader_tables.reader_text},
