@@ -1,11 +1,12 @@
 """What a converted base answers about a book, untaught: facts of any kind, asked for as ``trailmark chat`` asks.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained_answers.py [--lengths 65536 1048576]
+    TRAILMARK_DATA=... python benchmarks/pretrained_answers.py [--lengths 65536 262144]
 
 Twenty sentences are hidden in held-out books, a paragraph each; ``trailmark read`` reads the file into a memory, once,
 and each question is put to it by itself: with the passages that it looks at before it, with what BM25 finds in their
 place, and without any. The model is SmolLM2-135M, converted with --far-layers 7 and reading=windows; nothing is
-trained. It writes benchmarks/pretrained_answers.json. Stopped, the same command goes on.
+trained. It writes benchmarks/pretrained_answers.json. Stopped, the same command goes on; after a change of
+how chat finds or puts passages, take another --folder.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import count
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +83,15 @@ def answers(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         # as a user reads: what was read before is kept
         read = [sys.executable, "-m", "trailmark", "read", str(model), str(text), "--memory", str(memory)]
         subprocess.run(read, check=True)
+        by_words = _by_bm25(text, subject)
         for quoted in QUOTED:
             said = []
-            for number, (_, question, _) in enumerate(FACTS, 1):
+            for number, ((_, question, _), told) in enumerate(zip(FACTS, by_words, strict=True), 1):
                 key = f"{begun} | {length} | {quoted} | {question}"
                 if key not in known:
                     progress.show(f"{length:,} tokens, passages {quoted}: question {number}")
                     asked = Asked(subject, memory, Sampling(ANSWER_TOKENS), quotes=quoted != "none")
-                    if quoted == "of BM25":
-                        asked.told = _by_bm25(text, question, subject)
+                    asked.told = told if quoted == "of BM25" else None
                     known[key] = "".join(asked.ask(question)).strip()
                     write_json(known_file, known)
                 said.append(known[key])
@@ -114,17 +115,21 @@ class Asked(Conversation):
         return super()._looked_at(words) if self.told is None else [self.told]
 
 
-def _by_bm25(path: Path, question: str, subject: Subject) -> Passage:
-    """The chunk of a text that BM25 finds by the question's words, and those beside it."""
+def _by_bm25(path: Path, subject: Subject) -> list[Passage]:
+    """For each question the chunk of a text that BM25 finds by its words, and those beside it."""
     ids, size = tokenize([read_text(path)], subject.tokenizer).astype(np.int64), subject.chunk_size
     chunks = ids[: len(ids) // size * size].reshape(-1, size)
-    words = tokenize([question], subject.tokenizer).astype(np.int64)[None]
-    lengths = np.full(len(chunks), size)
+    lengths, passages = np.full(len(chunks), size), []
     bm25 = Bm25.of(chunks, lengths)
-    best = int(bm25.scores(chunks, lengths, words, np.array([words.shape[1]])).argmax())
-    tokens = max(0, best - 1) * size, (best + 2) * size
-    text = subject.tokenizer.decode(ids[slice(*tokens)], clean_up_tokenization_spaces=False)
-    return Passage(path, tokens, None, text)
+    asked = [tokenize([question], subject.tokenizer) for _, question, _ in FACTS]
+    words = np.zeros((len(asked), max(map(len, asked))), np.int64)
+    for row, own in zip(words, asked, strict=True):
+        row[: len(own)] = own
+    for best in bm25.scores(chunks, lengths, words, np.array([len(own) for own in asked])).argmax(1).tolist():
+        tokens = max(0, best - 1) * size, (best + 2) * size
+        text = subject.tokenizer.decode(ids[slice(*tokens)], clean_up_tokenization_spaces=False)
+        passages.append(Passage(path, tokens, None, text))
+    return passages
 
 
 def _write_book(path: Path, length: int, tokenizer: Any) -> int:
@@ -146,9 +151,8 @@ def _write_book(path: Path, length: int, tokenizer: Any) -> int:
 
 def _paragraphs() -> Iterator[str]:
     """Those of all held-out books, one after the other, from the first again at the end."""
-    for _ in count():
-        for book in held_out_books():
-            yield from (text for text in read_text(book).split("\n\n") if text.strip())
+    for book in cycle(held_out_books()):
+        yield from (text for text in read_text(book).split("\n\n") if text.strip())
 
 
 PARTS = {"answers": answers}

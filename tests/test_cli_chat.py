@@ -300,7 +300,7 @@ def test_passages_that_a_question_looks_at_stand_before_it(tmp_path: Path) -> No
         talk = Conversation(subject, memory, Sampling(max_new_tokens=2), memory_tier="device", quotes=quotes)
         read, closed = followed(talk)
         "".join(talk.ask(question))
-        # the words are read for the focus first, of the memory and of the conversation
+        # the words are read for the focus first
         return str(tokenizer.decode(read[: closed[0]])).partition("<|im_start|>")[2]
 
     plain = asked(False)

@@ -120,9 +120,9 @@ class Conversation:
         question = question.strip()
         # its own words alone: those of a template look at the text's beginning, whatever is asked
         words = text_tokens(question, self._tokenizer).astype(np.int64)
-        self.quoted = self._looked_at(words)
         if len(words):
             self._model.focus(self._tensor(words), self._cache)
+        self.quoted = self._looked_at(words)
         before = [passage.text.strip() for passage in self.quoted if passage.text is not None]
         asked, cue = self._turns.question("\n\n".join([*before, question]), self._tokenizer, self._before)
         ids = np.concatenate([self._waiting, asked])
@@ -156,8 +156,12 @@ class Conversation:
         """What a question's words look at in the memory as it was read; chunks that follow each other are one."""
         if not self._quotes or self._memory is None or not len(words):
             return []
-        looking = self._memory.branch()
-        self._model.focus(self._tensor(words), looking)
+        looking = self._cache  # which has just looked
+        if (
+            looking.get_seq_length() > self._memory.get_seq_length()
+        ):  # turns would take the places of the text
+            looking = self._memory.branch()
+            self._model.focus(self._tensor(words), looking)
         focus = () if looking.state is None else looking.state.focus
         if not focus or focus[0] is None:
             return []
@@ -203,12 +207,9 @@ class Conversation:
     @property
     def troubles(self) -> list[str]:
         """Why no passage of some files, or of any, is shown and put before a question."""
-        unknown = (
-            []
-            if self._memory is None or self._full
-            else ["the memory does not name all that was read into it"]
-        )
-        return unknown + self._passages.troubles
+        if self._memory is not None and not self._full:
+            return ["the memory does not name all that was read into it"]
+        return self._passages.troubles
 
     def _placed(self, chunk: int, weight: float) -> ReadChunk:
         passages, tokens = tuple(self._passages.of(chunk)), self._chunks.tokens(chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,10 @@ import numpy as np
 from trailmark.data.corpus import Tokens, of_texts, text_pieces, text_tokens
 from trailmark.trace.token_texts import Integers
 from trailmark.untrusted import open_regular
+
+_Place = tuple[
+    tuple[int, int], tuple[int, int] | None
+]  # tokens of a file, and its bytes where they are known
 
 
 @dataclass(frozen=True)
@@ -74,18 +79,22 @@ class _File:
             np.concatenate(parts or [np.zeros(0, np.int64)]), size if end is None else end
         )
 
-    def passage(self, begin: int, stop: int, chunk_size: int) -> Passage:
+    def place(self, begin: int, stop: int, chunk_size: int) -> _Place:
         """That of tokens ``begin`` to ``stop`` of the memory, of one chunk, some of which are of this file."""
         low, high = max(begin - self.first, 0), min(stop - self.first, self.count)
         if self.trouble is not None or self._starts is None:
-            return Passage(self.path, (low, high))
+            return (low, high), None
         # chunks that begin in this file before this one
         number = (begin - (self.first + -self.first % chunk_size)) // chunk_size
-        places = int(self._starts[number]) if begin >= self.first else 0, int(self._starts[number + 1])
-        return self.read((low, high), places)
+        return (low, high), (
+            int(self._starts[number]) if begin >= self.first else 0,
+            int(self._starts[number + 1]),
+        )
 
-    def read(self, tokens: tuple[int, int], places: tuple[int, int]) -> Passage:
-        """That of some tokens, which stand at these bytes."""
+    def read(self, tokens: tuple[int, int], places: tuple[int, int] | None) -> Passage:
+        """What stands at a place."""
+        if places is None:
+            return Passage(self.path, tokens)
         try:
             with open_regular(self.path, "memory", links=True) as file:
                 file.seek(places[0])
@@ -115,29 +124,27 @@ class Passages:
 
     def of(self, chunk: int) -> list[Passage]:
         """Those of one chunk, one for each file that it holds something of; none behind the last file."""
-        return [passage for _, passage in self._held(chunk)]
+        return [file.read(*place) for file, place in self._places(chunk)]
 
-    def _held(self, chunk: int) -> list[tuple[_File, Passage]]:
+    def joined(self, chunks: Sequence[int]) -> list[Passage]:
+        """Those of chunks, ascending, that have a text; where one follows the other in a file they are one."""
+        spans: list[tuple[_File, tuple[int, int], tuple[int, int]]] = []
+        for file, (tokens, places) in itertools.chain.from_iterable(map(self._places, chunks)):
+            if places is None:
+                continue
+            if spans and spans[-1][0] is file and spans[-1][1][1] == tokens[0]:
+                _, before, began = spans.pop()
+                tokens, places = (before[0], tokens[1]), (began[0], places[1])
+            spans.append((file, tokens, places))
+        found = [file.read(tokens, places) for file, tokens, places in spans]
+        return [passage for passage in found if passage.text is not None and passage.text.strip()]
+
+    def _places(self, chunk: int) -> list[tuple[_File, _Place]]:
         begin, stop = chunk * self._chunk_size, (chunk + 1) * self._chunk_size
         held = [file for file in self._files if file.first < stop and begin < file.first + file.count]
         for file in held:
             file.look(self._tokenizer, self._chunk_size)
-        return [(file, file.passage(begin, stop, self._chunk_size)) for file in held]
-
-    def joined(self, chunks: Sequence[int]) -> list[Passage]:
-        """Those of chunks, ascending, that have a text; where one follows the other in a file they are one."""
-        spans: list[tuple[_File, Passage]] = []
-        for chunk in chunks:
-            for file, passage in self._held(chunk):
-                if passage.bytes is None or passage.text is None:
-                    continue
-                if spans and spans[-1][0] is file and spans[-1][1].tokens[1] == passage.tokens[0]:
-                    before = spans.pop()[1]
-                    assert before.bytes is not None
-                    ends = (before.tokens[0], passage.tokens[1]), (before.bytes[0], passage.bytes[1])
-                    passage = file.read(*ends)
-                spans.append((file, passage))
-        return [passage for _, passage in spans if passage.text is not None and passage.text.strip()]
+        return [(file, file.place(begin, stop, self._chunk_size)) for file in held]
 
     @property
     def troubles(self) -> list[str]:
