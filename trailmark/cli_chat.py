@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _CHARACTERS = 400  # of a passage at most: chunks of 64 tokens are shown whole
 _LISTS = 4  # of passages at most, behind an answer
+_NEW = "/new"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class ChatSettings(Settings):
     no_quotes: bool = setting(
         False,
         "Ask without the passages that the question looks at, which a model with num_focus_chunks finds and reads "
-        "right before it; with --url none are put there.",
+        "right before it.",
         option="--no-quotes",
     )
     passages: int = setting(
@@ -71,10 +72,17 @@ class ChatSettings(Settings):
 
 @takes(ChatSettings)
 def chat(settings: ChatSettings) -> None:
-    """Ask about a memory, and see for each answer the passages that were read for it. In a pipe, a question a line."""
+    """Ask about a memory, and see for each answer the passages that were read for it. In a pipe, a question a line.
+
+    The line /new begins a conversation of its own over the same memory.
+    """
     conversation = _there(settings) if settings.url is not None else _here(settings)
     told: set[str] = set()
     for question in _questions():
+        if question == _NEW:
+            conversation.begin()
+            typer.echo("A new conversation begins.\n")
+            continue
         try:
             for piece in conversation.ask(question):
                 typer.echo(piece, nl=False)
@@ -118,10 +126,6 @@ def _there(settings: ChatSettings) -> RemoteConversation:
     from trailmark.server.client import RemoteConversation
     from trailmark.server.keys import read_keys
 
-    if settings.no_quotes:
-        raise ValueError(
-            "no_quotes: expected none with --url: a server puts nothing before a question. Leave it out."
-        )
     for name in ("plain", "memory_tier", "changes", "device"):
         if getattr(settings, name) != ChatSettings.__dataclass_fields__[name].default:
             told = "set" if name == "changes" else name
@@ -137,6 +141,7 @@ def _there(settings: ChatSettings) -> RemoteConversation:
         passages=settings.passages,
         key=key,
         template=_template(settings),
+        quotes=not settings.no_quotes,
     )
 
 

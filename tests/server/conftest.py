@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from tests.data.corpora import prose, save_chat_bpe
-from tests.models.tiny import drt
+from tests.models.tiny import drt, hils
 from trailmark.byte_tokenizer import ByteTokenizer
 from trailmark.evaluation.subject import load
 from trailmark.server.running import build, listen, server
@@ -25,7 +25,7 @@ S = 8
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of "bytes", in float64, and of "chat", in whose chunks a cue has room."""
+    """Folders of "bytes", in float64, of "chat", in whose chunks a cue has room, and of "focus", which focuses."""
     root = tmp_path_factory.mktemp("models")
     tokenizer: Any = ByteTokenizer(extra_ids=0)
     tokenizer.save_pretrained(root / "bytes")
@@ -33,7 +33,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     tokenizer = save_chat_bpe(root / "chat")
     sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     drt(2, chunk_size=4 * S, **sizes).float().save_pretrained(root / "chat")
-    return {"bytes": root / "bytes", "chat": root / "chat"}
+    save_chat_bpe(root / "focus")
+    hils(chunk_size=S, reading="windows", num_focus_chunks=2, **sizes).float().save_pretrained(root / "focus")
+    return {name: root / name for name in ("bytes", "chat", "focus")}
 
 
 class Server:

@@ -17,22 +17,80 @@ pytestmark = pytest.mark.usefixtures("no_restart", "one_thread")
 KEY = "a-key-that-nobody-guesses"
 
 
+@pytest.mark.parametrize("name", ["chat", "focus"])
 def test_it_says_what_a_conversation_here_says(
-    live: Server, models: dict[str, Path], book: str, command: Command, lines: Callable[[str], None]
-) -> None:
-    live.append("chatted", "book.txt", book, model="chat")
+    name: str, live: Server, models: dict[str, Path], book: str, command: Command, lines: Callable[[str], None]
+) -> None:  # fmt: skip
+    live.append(f"{name}-read", "book.txt", book, model=name)
     lines("Where is the river?\n")
-    options = ("--max-new-tokens", "12", "--passages", "2")
-    code, out, err = command("chat", "chat", "--url", live.url, "--memory", "chatted", *options)
+    options = ("--memory", f"{name}-read", "--max-new-tokens", "12", "--passages", "2")
+    code, out, err = command("chat", name, "--url", live.url, *options)
     assert (code, err) == (0, "")
-    sampling = Sampling(max_new_tokens=12)
-    talk = Conversation(load(models["chat"]), live.folder / "chatted", sampling)
+    sampling, memory = Sampling(max_new_tokens=12), live.folder / f"{name}-read"
+    talk = Conversation(load(models[name]), memory, sampling)
     answer = "".join(talk.ask("Where is the river?"))
     assert out.splitlines()[0] == answer.splitlines()[0]
     lines("Where is the river?\n")
-    _, here, _ = command("chat", models["chat"], "--memory", live.folder / "chatted", *options)
-    assert out.replace("\ufffd", "") == here.replace("\ufffd", "")
-    assert "Read for this by group 2 of 2:" in out
+    _, here, _ = command("chat", models[name], "--memory", memory, *options[2:])
+    said, told = out.replace("\ufffd", ""), here.replace("\ufffd", "")
+    if (
+        name == "focus"
+    ):  # whose layers read for every token, of which a server counts the question's last piece too
+        said, told = (text.partition("  Read for this")[0] for text in (said, told))
+    assert said == told
+    assert f"Read for this by group 2 of {2 if name == 'chat' else 3}:" in out
+    assert ("Put before the question:" in out) == (name == "focus")
+
+
+def test_passages_of_a_focus_stand_before_the_last_question(
+    live: Server, models: dict[str, Path], book: str
+) -> None:
+    """They are those that its own words look at in the memory, whatever was said before."""
+    live.append("quoted", "book.txt", book, model="focus")
+    talk = Conversation(load(models["focus"]), live.folder / "quoted", Sampling(max_new_tokens=2))
+    "".join(talk.ask("Where is the river?"))
+    passages = [(passage.tokens, passage.text) for passage in talk.quoted]
+    earlier = [("user", "Which stones?"), ("assistant", "None.")]
+
+    def asked(turns: list[tuple[str, str]], **more: object) -> tuple[list[tuple[tuple[int, int], str]], int]:
+        out = live.openai.chat.completions.create(
+            model="focus+quoted",
+            messages=[{"role": role, "content": text} for role, text in turns],  # type: ignore[misc]
+            max_tokens=2,
+            extra_body=more,
+        )
+        found = out.choices[0].trailmark["quoted"]  # type: ignore[attr-defined]
+        assert out.usage is not None
+        return [(tuple(read["tokens"]), read["text"]) for read in found], out.usage.prompt_tokens
+
+    question = ("user", "Where is the river?")
+    assert passages
+    plain, quoted = asked([question], quotes=False), asked([question])
+    assert plain[0] == []
+    assert quoted[0] == asked([*earlier, question])[0] == passages
+    text = "\n\n".join(text.strip() for _, text in passages if text is not None)
+    # what stands there is read as any prompt, and counted
+    assert quoted[1] == asked([("user", f"{text}\n\n{question[1]}")], quotes=False)[1] > plain[1]
+    assert asked([*earlier, question, ("assistant", "There.")])[0] == []  # it is no question
+
+
+def test_a_conversation_begins_anew(
+    live: Server, models: dict[str, Path], book: str, command: Command, lines: Callable[[str], None]
+) -> None:
+    """After /new a question is answered, and its reads are told, as if it were the first."""
+    live.append("anew", "book.txt", book, model="chat")
+    options = ("--max-new-tokens", "6", "--passages", "2")
+    for model, *where in (
+        ("chat", "--url", live.url, "--memory", "anew"),
+        (models["chat"], "--memory", live.folder / "anew"),
+    ):
+        said = []
+        for asked in ("And the stones?\n", "Where?\n/new\nAnd the stones?\n", "Where?\nAnd the stones?\n"):
+            lines(asked)
+            said.append(command("chat", model, *where, *options)[1])
+        first, after_new, second = said
+        assert after_new.endswith(f"\n\n{first}")
+        assert not second.endswith(f"\n\n{first}")
 
 
 def test_a_template_is_given_its_option(
@@ -72,10 +130,6 @@ def test_what_goes_wrong_is_one_line(
         (("chat", "--url", "http://127.0.0.1:99999"), "url: expected an address"),
         (("chat", "--url", "http://[::1"), "url: expected an address"),
         (("chat", "--url", live.url, "--plain"), "plain: expected none with --url"),
-        (
-            ("chat", "--url", live.url, "--no-quotes"),
-            "no_quotes: expected none with --url: a server puts nothing",
-        ),
         (("chat", "--api-key-file", tmp_path / "key"), "without --url"),
     ):
         lines("Where?\n")

@@ -67,11 +67,11 @@ def numbers(answer: Sequence[Token], number: int = 0) -> list[int]:
     return [token.token for token in answer if token.answer == number]
 
 
-def alone(model: TrailmarkForCausalLM, job: Job, cache: ChunkCache | None) -> list[int]:
-    """By ``generate``, greedily."""
+def alone(model: TrailmarkForCausalLM, job: Job, cache: ChunkCache | None, focus: bool = True) -> list[int]:
+    """By ``generate``, greedily; ``focus``: on what the prompt looks at."""
     ids = torch.tensor([job.prompt])
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "past_key_values": cache}
-    if cache is not None:
+    if cache is not None and focus:
         model.focus(ids, cache)
     count = job.sampling.max_tokens
     out = model.generate(
@@ -119,7 +119,13 @@ def test_jobs_of_any_lengths_are_answered_as_generate_does(made: Any) -> None:
         Job(prompt(n, b), memory.branch() if b % 3 else None, Sampling(count, 0.0))
         for b, (n, count) in enumerate(zip(lengths, wanted, strict=True))
     ]
-    found = answered(engine, *jobs)
+
+    async def asked(job: Job) -> list[Token]:
+        if job.cache is not None:
+            await engine.focus(job.cache, job.prompt)
+        return await all_of(engine.submit(job))
+
+    found = run(*map(asked, jobs))
     engine.close()
     for b, (job, answer) in enumerate(zip(jobs, found, strict=True)):
         assert numbers(answer) == alone(model, job, memory.branch() if b % 3 else None)
@@ -161,22 +167,54 @@ def test_a_landmark_may_stand_inside_a_prompt_or_nowhere(
         assert numbers(answered(engine, again)[0]) == numbers(answer)[1:]
 
 
-def test_few_chunks_are_chosen_by_the_question_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its own words where they are known; what stands behind the landmark begins the answer."""
-    model, asked, looked = hils(reading="windows", num_focus_chunks=1), prompt(9), []
-    memory, focus = model.read(tokens(READ)), model.focus
+def test_a_question_gives_a_cache_its_focus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for its turn as jobs do, counts among those that may wait, and is not looked with once it is left."""
+    model, words, looked = hils(reading="windows", num_focus_chunks=1), prompt(4, 1), []
+    memory, focus, go_on = model.read(tokens(READ)), model.focus, threading.Event()
 
     def watched(ids: torch.Tensor, cache: ChunkCache) -> None:
         looked.append(tuple(ids[0].tolist()))
+        go_on.wait(60)
         focus(ids, cache)
 
     monkeypatch.setattr(model, "focus", watched)
-    engine = Engine(model, max_rows=2, prefill_tokens=8)
-    for place in (7, None, 0):
-        answered(engine, Job(asked, memory.branch(), GREEDY, landmark=place))
-    answered(engine, Job(asked, memory.branch(), GREEDY, landmark=7, asks=asked[2:4]))
+    engine = Engine(model, max_rows=2, max_waiting=2, prefill_tokens=8)
+    caches = [memory.branch() for _ in range(3)]
+
+    async def together() -> None:
+        first = asyncio.create_task(engine.focus(caches[0], words))
+        left = asyncio.create_task(engine.focus(caches[1], words[:2]))
+        while not looked:
+            await asyncio.sleep(0.01)
+        with pytest.raises(Busy):
+            await engine.focus(caches[2], words)
+        with pytest.raises(Busy):
+            engine.submit(Job(words, caches[2], GREEDY))
+        left.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        await first
+        with pytest.raises(asyncio.CancelledError):
+            await left
+
+    asyncio.run(together())
+    assert looked == [words]
+    expected = memory.branch()
+    focus(torch.tensor([words]), expected)
+    assert expected.state is not None
+    assert caches[0].state is not None
+    assert caches[1].state is not None
+    (found_here,), (found_there,) = caches[0].state.focus, expected.state.focus
+    assert found_here is not None
+    assert found_there is not None
+    assert found_here.chunks.tolist() == found_there.chunks.tolist()
+    assert not caches[1].state.focus
+    job = Job(prompt(9), caches[0], GREEDY)
+    (found,) = answered(engine, job)
+    with pytest.raises(ValueError, match="tokens: expected at least one"):
+        asyncio.run(engine.focus(caches[2], ()))
     engine.close()
-    assert looked == [asked[:7], asked, asked, asked[2:4]]
+    assert numbers(found) == alone(model, job, expected, focus=False)
 
 
 def test_a_seed_draws_the_same_whoever_is_beside(engine: Engine, memory: ChunkCache) -> None:

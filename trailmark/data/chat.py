@@ -101,6 +101,11 @@ class ChatTurns:
         return self.first.removeprefix(tokenizer.bos_token) if beginning(tokenizer) else self.first
 
 
+def with_passages(passages: Sequence[str], question: str) -> str:
+    """What a user says who puts passages of a text before a question."""
+    return "\n\n".join([*(passage.strip() for passage in passages), question.strip()])
+
+
 def expect_options(tokenizer: Any, options: Options) -> None:
     """Raise a ValueError for an option that is none of the tokenizer's chat template, which transformers would drop.
 

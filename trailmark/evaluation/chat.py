@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from trailmark.data.chat import ChatTurns, Options
+from trailmark.data.chat import ChatTurns, Options, with_passages
 from trailmark.data.corpus import text_tokens
 from trailmark.evaluation.generation import Sampling, pieces
 from trailmark.evaluation.subject import Subject
@@ -81,27 +81,28 @@ class Conversation:
         self._ends = self._turns.ends(self._tokenizer, self._model)
         sources: list[dict[str, Any]] = []
         self._memory: ChunkCache | None = None
-        if memory is None:
-            self._cache = self._model.new_cache()
-        else:
+        if memory is not None:
             self._memory = self._model.load_cache(memory, memory_tier)
             sources = sources_of(self._memory.notes, memory)
-            self._cache = self._memory.branch()
-        read = self._cache.get_seq_length()
-        begin: list[int] = [] if read else subject.beginning
-        self._before = self._turns.inside(self._tokenizer) if read or begin else self._turns.first
-        self._waiting = np.array(begin, np.int64)  # tokens that the model has not read yet
-        size = getattr(self._model.config, "chunk_size", None)
-        self._chunks = SaidChunks(read, size)
+        read = 0 if self._memory is None else self._memory.get_seq_length()
         self._full = sum(source["tokens"] for source in sources) == read
-        self._passages = Passages(
-            sources if self._full else [], self._tokenizer, size or 1, subject.beginning
-        )
-        self.quoted: list[Passage] = []
+        size = getattr(self._model.config, "chunk_size", None) or 1
+        self._passages = Passages(sources if self._full else [], self._tokenizer, size, subject.beginning)
+        self._beginning: list[int] = [] if read else subject.beginning
         follow = self._model.follow_reads() if self._model.config.retrieves else None
-        self.names: str | None = None if follow is None else follow.group_name
-        self._follow, self._now = follow, (NOTHING,) * (0 if follow is None else follow.num_groups)
+        self._follow, self.names = follow, None if follow is None else follow.group_name
+        self.begin()
+
+    def begin(self) -> None:
+        """A conversation of its own over the same memory: whatever was said before is forgotten."""
+        self._cache = self._model.new_cache() if self._memory is None else self._memory.branch()
+        read = self._cache.get_seq_length()
+        self._before = self._turns.inside(self._tokenizer) if read or self._beginning else self._turns.first
+        self._waiting = np.array(self._beginning, np.int64)  # tokens that the model has not read yet
+        self._chunks = SaidChunks(read, getattr(self._model.config, "chunk_size", None))
+        self._now = (NOTHING,) * (0 if self._follow is None else self._follow.num_groups)
         self._heard: list[tuple[Read, ...]] = []
+        self.quoted: list[Passage] = []
 
     def ask(self, question: str) -> Generator[str, None, None]:
         """The answer, piece by piece as it is written. Who takes no more stops it, and may ask on.
@@ -120,11 +121,9 @@ class Conversation:
         question = question.strip()
         # its own words alone: those of a template look at the text's beginning, whatever is asked
         words = text_tokens(question, self._tokenizer).astype(np.int64)
-        if len(words):
-            self._model.focus(self._tensor(words), self._cache)
-        self.quoted = self._looked_at(words)
-        before = [passage.text.strip() for passage in self.quoted if passage.text is not None]
-        asked, cue = self._turns.question("\n\n".join([*before, question]), self._tokenizer, self._before)
+        self.quoted = self._passages_of(self._look(words)) if len(words) and self._model.focuses else []
+        before = [passage.text for passage in self.quoted if passage.text is not None]
+        asked, cue = self._turns.question(with_passages(before, question), self._tokenizer, self._before)
         ids = np.concatenate([self._waiting, asked])
         self._heard = []
         with self._followed(), torch.no_grad():
@@ -152,23 +151,24 @@ class Conversation:
             said = [token for token in written if token not in self._ends]
             self._waiting = np.array([*cue.tolist(), *said], np.int64)[self._chunks.num_tokens - known :]
 
-    def _looked_at(self, words: np.ndarray[Any, Any]) -> list[Passage]:
-        """What a question's words look at in the memory as it was read; chunks that follow each other are one."""
-        if not self._quotes or self._memory is None or not len(words):
+    def _look(self, words: np.ndarray[Any, Any]) -> list[int]:
+        """Have the next question and its answer choose among what its words look at; the chunks of the memory there.
+
+        They look at the memory as it was read: earlier turns would take the places of the text, and may be chosen
+        anyway.
+        """
+        looking = self._cache if self._memory is None else self._memory.branch()
+        self._model.focus(self._tensor(words), looking)
+        if self._memory is None:
             return []
-        looking = self._cache  # which has just looked
-        if (
-            looking.get_seq_length() > self._memory.get_seq_length()
-        ):  # turns would take the places of the text
-            looking = self._memory.branch()
-            self._model.focus(self._tensor(words), looking)
-        focus = () if looking.state is None else looking.state.focus
-        if not focus or focus[0] is None:
-            return []
-        chunks = focus[0].tolist()
-        if chunks[-2:-1] != [chunks[-1] - 1]:  # the memory's last chunk, which stands in every focus
-            del chunks[-1]
-        return self._passages.joined(chunks)
+        assert self._cache.state is not None
+        assert looking.state is not None
+        self._cache.state = replace(self._cache.state, focus=looking.state.focus)
+        return focused_chunks(looking)
+
+    def _passages_of(self, chunks: list[int]) -> list[Passage]:
+        """What stands before a question; chunks that follow each other are one passage."""
+        return self._passages.joined(chunks) if self._quotes else []
 
     @property
     def num_groups(self) -> int:
@@ -245,6 +245,12 @@ class Conversation:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def focused_chunks(cache: ChunkCache) -> list[int]:
+    """The chunks in the focus of a cache of one row, ascending; none where it has no focus."""
+    focus = () if cache.state is None else cache.state.focus
+    return [] if not focus or focus[0] is None else focus[0].chunks.tolist()
 
 
 class SaidChunks:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trailmark.memory.search import FaissSearch as FaissSearch
     from trailmark.memory.state import CacheState as CacheState
     from trailmark.memory.state import Deferred as Deferred
+    from trailmark.memory.state import Focus as Focus
     from trailmark.memory.state import Retrieved as Retrieved
     from trailmark.memory.window import Span as Span
     from trailmark.memory.window import Window as Window
@@ -28,6 +29,7 @@ _PUBLIC = {
     "ChunkMemory": "chunks",
     "Deferred": "state",
     "ExactSearch": "search",
+    "Focus": "state",
     "FaissSearch": "search",
     "MemoryEntries": "chunks",
     "MemorySize": "chunks",

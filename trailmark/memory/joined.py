@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trailmark.memory.cell import Cell
 from trailmark.memory.chunks import ChunkMemory, MemoryEntries, MemorySize, Rows
-from trailmark.memory.state import STATES, CacheState, Deferred, Retrieved
+from trailmark.memory.state import STATES, CacheState, Deferred, Focus, Retrieved
 from trailmark.memory.tables import Booleans, Integers, as_read
 from trailmark.memory.window import Span, Window
 
@@ -200,7 +200,7 @@ def join_states(states: Sequence[CacheState], memory: MemorySize) -> CacheState:
     )
 
 
-def _join_focuses(states: Sequence[CacheState], rows: list[int]) -> tuple[Integers | None, ...]:
+def _join_focuses(states: Sequence[CacheState], rows: list[int]) -> tuple[Focus | None, ...]:
     if not any(state.focus for state in states):
         return ()
     return tuple(focus for x, count in zip(states, rows, strict=True) for focus in x.focus or (None,) * count)

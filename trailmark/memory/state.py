@@ -75,6 +75,13 @@ class Deferred(NamedTuple):
     begun: Integers  # [b] positions of the first chunk before these
 
 
+class Focus(NamedTuple):
+    """What a question found, and may choose with its answer."""
+
+    chunks: Integers  # ascending: of those that were there when it looked these alone
+    known: int  # how many were; all that close later may be chosen
+
+
 @dataclass(frozen=True)
 class CacheState:
     """One moment of a cache. A call makes a new one and puts it in place at its very end, so a call that is
@@ -94,8 +101,8 @@ class CacheState:
     cell: Cell | None = None  # of a model that cuts its text in cells
     states: Tensor | None = None  # [B, M, E]: of a recurrent model, as the open block reads them
     state_kv: Tensor | None = None  # [B, M, 2 J D]: their keys and values
-    focus: tuple[Integers | None, ...] = ()
-    """Of each row: of the chunks up to the last one here, these alone, ascending, are chosen. None: all. Not saved."""
+    focus: tuple[Focus | None, ...] = ()
+    """Of each row what may be chosen; None: every chunk. Not saved."""
 
 
 def take_rows(state: CacheState, rows: Integers) -> CacheState:

@@ -545,8 +545,9 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         """Let what is asked next, and its answer, choose among the few chunks at which the question looks sharply.
 
         To be called before the question itself, with the cache that it is put to: the cache then holds these chunks,
-        until the next call of this or of :meth:`read`; they go with it from row to row, and are not saved. It does
-        nothing but with a HiLS whose ``num_focus_chunks`` says how many, on a cache that has read a chunk.
+        until the next call of this or of :meth:`read`; they go with it from row to row, and are not saved. All chunks
+        that were read are looked at, those too that the window still shows. It does nothing but with a HiLS whose
+        ``num_focus_chunks`` says how many, on a cache that has read a chunk.
 
         Args:
             input_ids: int64 [B, T], the question; of a longer one its last ``sliding_window`` tokens are looked at.

@@ -12,6 +12,7 @@ from trailmark.evaluation.chat import SaidChunks
 from trailmark.server.engine import Answer, Retrieved, Token
 from trailmark.server.memories import Opened
 from trailmark.server.served import Served
+from trailmark.trace.passages import Passage
 from trailmark.trace.token_texts import START
 
 _LISTS = 4  # groups that are cited one by one; each layer of a Landmark model reads for itself
@@ -107,7 +108,7 @@ class Written:
     def cited(self, most: int) -> list[dict[str, Any]]:
         """Of each group the ``most`` chunks that were read with most weight, the mean over the tokens.
 
-        It may read whole texts, to find places in them: not for the event loop.
+        It may read whole texts, to find places in them: not for the event loop, and with the memory's ``places``.
         """
         weights: dict[int, dict[int, float]] = {}
         for reads, count in self._reads:
@@ -137,23 +138,22 @@ class Written:
         return said
 
     def _place(self, chunk: int, every: SaidChunks) -> dict[str, Any]:
-        passages = []
-        if self._opened is not None:
-            with self._opened.places:
-                passages = self._opened.passages.of(chunk)
+        passages = [] if self._opened is None else self._opened.passages.of(chunk)
         said = every.tokens(chunk)
         return {
-            "passages": [
-                {
-                    "document": passage.path.name,
-                    "tokens": list(passage.tokens),
-                    "bytes": None if passage.bytes is None else list(passage.bytes),
-                    "text": passage.text,
-                }
-                for passage in passages
-            ],
+            "passages": [told(passage) for passage in passages],
             "said": self._served.subject.tokenizer.decode(said, skip_special_tokens=True) if said else None,
         }
+
+
+def told(passage: Passage) -> dict[str, Any]:
+    """A passage as clients are told of it, without the folder that it lies in."""
+    return {
+        "document": passage.path.name,
+        "tokens": list(passage.tokens),
+        "bytes": None if passage.bytes is None else list(passage.bytes),
+        "text": passage.text,
+    }
 
 
 async def merged(answers: Sequence[Answer], each: int) -> AsyncIterator[tuple[int, Token]]:

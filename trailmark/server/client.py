@@ -35,6 +35,7 @@ class RemoteConversation:
         url: of the server, as "http://127.0.0.1:8000". model, memory: their names there. system: what the model is told
             before the first question. passages: how many are cited of each group. key: None: it asks for none.
         template: options of the model's chat template.
+        quotes: whether the server puts the passages that a question looks at before it.
 
     Raises:
         ValueError: no address.
@@ -51,6 +52,7 @@ class RemoteConversation:
         passages: int = 3,
         key: str | None = None,
         template: Options | None = None,
+        quotes: bool = True,
     ) -> None:
         parts = _address(url)
         if parts is None:
@@ -67,11 +69,17 @@ class RemoteConversation:
         self._body |= {} if sampling.top_p is None else {"top_p": sampling.top_p}
         self._body |= {} if memory is None else {"memory": memory}
         self._body |= {"chat_template_kwargs": template} if template else {}
-        self._messages = [] if system is None else [{"role": "system", "content": system}]
-        self._retrieved: list[dict[str, Any]] = []
+        self._body |= {} if quotes else {"quotes": False}
+        self._system = [] if system is None else [{"role": "system", "content": system}]
         self.names: str | None = "group"
         self.troubles: list[str] = []
-        self.quoted: list[Passage] = []  # a server puts nothing before a question
+        self.begin()
+
+    def begin(self) -> None:
+        """A conversation of its own over the same memory: whatever was said before is forgotten."""
+        self._messages = self._system
+        self._retrieved: list[dict[str, Any]] = []
+        self.quoted: list[Passage] = []
 
     def ask(self, question: str) -> Generator[str, None, None]:
         """The answer, piece by piece as it comes. Who takes no more stops it, and may ask on.
@@ -80,7 +88,7 @@ class RemoteConversation:
             ValueError: there is no server, or it refuses the question.
         """
         messages = [*self._messages, {"role": "user", "content": question}]
-        self._retrieved, answer, refused = [], "", False
+        self._retrieved, self.quoted, answer, refused = [], [], "", False
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=_SECONDS)
         try:
@@ -88,7 +96,9 @@ class RemoteConversation:
                 for choice in event.get("choices", ()):
                     text = choice["delta"].get("content") or ""
                     answer += text
-                    self._retrieved = choice.get("trailmark", {}).get("retrieved", self._retrieved)
+                    if cited := choice.get("trailmark"):
+                        self._retrieved = cited["retrieved"]
+                        self.quoted = [_passage(found) for found in cited.get("quoted", ())]
                     if text:
                         yield text
         except (OSError, http.client.HTTPException) as error:
@@ -140,16 +150,12 @@ class RemoteConversation:
 
 
 def _placed(read: dict[str, Any]) -> ReadChunk:
-    passages = tuple(
-        Passage(
-            Path(found["document"]),
-            tuple(found["tokens"]),
-            None if found["bytes"] is None else tuple(found["bytes"]),
-            found["text"],
-        )
-        for found in read["passages"]
-    )
-    return ReadChunk(read["chunk"], read["weight"], passages, read["said"])
+    return ReadChunk(read["chunk"], read["weight"], tuple(map(_passage, read["passages"])), read["said"])
+
+
+def _passage(found: dict[str, Any]) -> Passage:
+    places = None if found["bytes"] is None else tuple(found["bytes"])
+    return Passage(Path(found["document"]), tuple(found["tokens"]), places, found["text"])
 
 
 def _reason(content: bytes) -> str:

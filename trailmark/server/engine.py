@@ -29,7 +29,7 @@ class _Prompt:
     def __init__(self, answer: Answer, model: Any) -> None:
         self.answer, job = answer, answer.job
         self.cache: ChunkCache = model.new_cache() if job.cache is None else job.cache
-        self.done, self.focuses = 0, model.focuses and job.cache is not None
+        self.done = 0
         self.landmark = len(job.prompt) if job.landmark is None else job.landmark
 
     def last_piece(self, size: int) -> int:
@@ -49,12 +49,16 @@ class _Prompt:
 
 
 class _Reading:
-    """Tokens that are being appended to a cache."""
+    """Tokens that are being appended to a cache, or, where it ``looks``, are a question for its focus."""
 
     def __init__(
-        self, cache: ChunkCache, tokens: Sequence[int], progress: Callable[[int, int], None] | None
+        self,
+        cache: ChunkCache,
+        tokens: Sequence[int],
+        progress: Callable[[int, int], None] | None = None,
+        looks: bool = False,
     ) -> None:
-        self.cache, self.tokens, self.progress = cache, tokens, progress
+        self.cache, self.tokens, self.progress, self.looks = cache, tokens, progress, looks
         self.done, self.stopped = 0, False
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # who waits for it no more may not end it
@@ -102,6 +106,7 @@ class Engine:
         self._changed = threading.Condition()
         self._waiting: deque[Answer] = deque()
         self._readings: deque[_Reading] = deque()  # that came since the last step
+        self._looking = 0  # questions that wait for their focus
         self._closed = False
         # of the engine's thread alone
         self._pending: deque[_Prompt | _Reading] = deque()
@@ -126,7 +131,6 @@ class Engine:
         """
         require(len(job.prompt) > 0, "prompt", "none", "at least one token")
         self._expect_tokens("prompt", job.prompt)
-        self._expect_tokens("asks", job.asks or ())
         require(1 <= job.n <= self.max_rows, "n", job.n, f"1 to {self.max_rows} answers (max_rows)")
         marked = len(job.prompt) if job.landmark is None else job.landmark
         require(
@@ -135,8 +139,7 @@ class Engine:
         answer = Answer(job)
         with self._changed:
             self._expect_open()
-            if len(self._waiting) >= self.max_waiting:
-                raise Busy(f"{self.max_waiting} jobs wait (max_waiting)")
+            self._expect_room()
             self._waiting.append(answer)
             self._changed.notify()
         return answer
@@ -159,28 +162,43 @@ class Engine:
             RuntimeError: the engine was closed, before or meanwhile.
         """
         self._expect_tokens("tokens", tokens)
-        reading = _Reading(cache, tokens, progress)
         with self._changed:
             self._expect_open()
-            self._readings.append(reading)
-            self._changed.notify()
-        done = asyncio.wrap_future(reading.future)
+            reading = self._begun(_Reading(cache, tokens, progress))
+        await _ended(reading)
+
+    async def focus(self, cache: ChunkCache, tokens: Sequence[int]) -> None:
+        """The model's ``focus``: to be waited for before a job with this cache, of one row, is submitted.
+
+        Raises:
+            Busy, ValueError, RuntimeError: as :meth:`submit`.
+        """
+        require(len(tokens) > 0, "tokens", "none", "at least one token")
+        self._expect_tokens("tokens", tokens)
+        with self._changed:
+            self._expect_open()
+            self._expect_room()
+            self._looking += 1
+            look = self._begun(_Reading(cache, tokens, looks=True))
         try:
-            await asyncio.shield(done)
-        except asyncio.CancelledError:
-            reading.stopped = True
-            with contextlib.suppress(BaseException):
-                await done
-            raise
+            await _ended(look)
+        finally:
+            with self._changed:
+                self._looking -= 1
+
+    def _begun(self, reading: _Reading) -> _Reading:
+        self._readings.append(reading)
+        self._changed.notify()
+        return reading
 
     def stats(self) -> dict[str, int]:
-        """Rows that are decoded, jobs that wait, prompts and texts that are read.
+        """Rows that are decoded, jobs that wait and questions that look, prompts and texts that are read.
 
         And since the start: steps of decoding, tokens read and made, jobs that ended, were cancelled or failed.
         """
         return {
             "rows": len(self._rows),
-            "waiting": len(self._waiting),
+            "waiting": len(self._waiting) + self._looking,
             "reading": len(self._pending) + len(self._readings),
             **self._counts,
         }
@@ -191,6 +209,10 @@ class Engine:
             self._closed = True
             self._changed.notify()
         self._thread.join()
+
+    def _expect_room(self) -> None:
+        if len(self._waiting) + self._looking >= self.max_waiting:
+            raise Busy(f"{self.max_waiting} jobs wait (max_waiting)")
 
     def _expect_open(self) -> None:
         if self._closed:
@@ -292,11 +314,6 @@ class Engine:
                 again = self._read_on(item)
             elif self._is_over(item.answer):
                 again = False
-            elif item.focuses:
-                # up to its landmark: what follows begins the answer
-                question = item.answer.job.asks or item.answer.job.prompt[: item.landmark or None]
-                self._model.focus(self._tensor(question)[None], item.cache)
-                item.focuses, again = False, True
             elif again := item.done < (first := item.last_piece(self._piece)):
                 item.done += self._take(item.cache, item.answer.job.prompt, item.done, first, prompt=True)
             else:
@@ -311,7 +328,10 @@ class Engine:
             self._pending.append(item)
 
     def _read_on(self, item: _Reading) -> bool:
-        if item.tokens and not item.stopped:
+        if item.looks and not item.stopped:
+            self._model.focus(self._tensor(item.tokens)[None], item.cache)
+            item.done = len(item.tokens)
+        elif item.tokens and not item.stopped:
             item.done += self._take(item.cache, item.tokens, item.done, len(item.tokens))
             if item.progress is not None:
                 item.progress(item.done, len(item.tokens))
@@ -339,7 +359,6 @@ class Engine:
                 and other.cache.model == item.cache.model  # a wrong one is told to who brought it
                 and all(other.cache is not own.cache for own in found)
                 and not other.answer.cancelled
-                and not other.focuses
                 and other.done >= other.last_piece(self._piece)
                 and other.positions() <= left
             ):
@@ -514,6 +533,18 @@ class Engine:
 
     def _tensor(self, tokens: Sequence[int]) -> torch.Tensor:
         return torch.tensor(tokens).to(self._model.device)
+
+
+async def _ended(reading: _Reading) -> None:
+    """Wait for its end; who is cancelled stops it, and waits for its present piece."""
+    done = asyncio.wrap_future(reading.future)
+    try:
+        await asyncio.shield(done)
+    except asyncio.CancelledError:
+        reading.stopped = True
+        with contextlib.suppress(BaseException):
+            await done
+        raise
 
 
 class _Undone(Exception):

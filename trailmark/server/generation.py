@@ -6,7 +6,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -14,13 +15,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from trailmark.data.corpus import text_tokens
-from trailmark.server.answers import TextEnd, Written, merged
+from trailmark.evaluation.chat import focused_chunks
+from trailmark.memory import ChunkCache
+from trailmark.server.answers import TextEnd, Written, merged, told
 from trailmark.server.engine import Answer, Busy, Job, Sampling, Token
 from trailmark.server.errors import RequestError, internal
 from trailmark.server.memories import Opened
 from trailmark.server.schemas import ChatRequest, CompletionRequest
 from trailmark.server.served import Served
 from trailmark.server.state import State
+from trailmark.trace.passages import Passage
 
 T = TypeVar("T")
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
@@ -34,14 +38,14 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 class Prompt:
     tokens: tuple[int, ...]
     landmark: int  # how many of them stand before it
-    asks: tuple[int, ...] | None = None  # the question's own words
+    asks: tuple[int, ...]  # what is asked, by which the chunks of a focus are chosen
 
 
 class Generation(Generic[Body]):
     """One request.
 
     Raises:
-        RequestError: no such model or memory, a prompt that is none, or a full queue.
+        RequestError: no such model or memory, or a prompt that is none.
     """
 
     prefix: str
@@ -55,16 +59,16 @@ class Generation(Generic[Body]):
         self._state, self.served, self.memory, self._opened = state, served, memory, opened
         self.id, self.created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
         self.known = 0 if opened is None else opened.num_tokens
+        self._deadline = time.monotonic() + state.limits.seconds
         self.prompts = self._prompts()
+        self.written, self._answers = list[Written](), list[Answer]()
+        self.quoted = list[Passage]()  # that stand before the question
         most = state.limits.new_tokens
         if self._max_tokens > most:
             raise RequestError(400, f"max_tokens: expected at most {most}.", "max_tokens")
-        self.written = [
-            Written(served, body.stops, opened, prompt.tokens, prompt.landmark)
-            for prompt in self.prompts
-            for _ in range(body.answers)
-        ]
-        self._answers = self._submit()
+        if body.answers > served.engine.max_rows:
+            raise RequestError(400, f"n: expected at most {served.engine.max_rows}.", "n")
+        self._samplings = [self._sampling(number) for number in range(len(self.prompts))]
 
     # --- what an endpoint says -----------------------------------------------------------------------------------
 
@@ -93,42 +97,63 @@ class Generation(Generic[Body]):
 
     # --- running -------------------------------------------------------------------------------------------------
 
-    def _submit(self) -> list[Answer]:
-        body, answers = self.body, list[Answer]()
-        if body.answers > self.served.engine.max_rows:
-            raise RequestError(400, f"n: expected at most {self.served.engine.max_rows}.", "n")
-        for number, prompt in enumerate(self.prompts):
-            cache = None if self._opened is None else self._opened.branch()
-            try:
-                sampling = Sampling(
-                    self._max_tokens,
-                    1.0 if body.temperature is None else body.temperature,
-                    1.0 if body.top_p is None else body.top_p,
-                    None if body.seed is None else (body.seed + number) % 2**63,
-                    self._top_logprobs or 0,
-                )
-            except ValueError as error:  # it names nothing but these numbers
-                raise RequestError(400, str(error)) from error
+    async def _begin_jobs(self) -> None:
+        """Have each prompt look at the memory, where its model focuses, and then be answered.
+
+        Raises:
+            RequestError: a full queue.
+        """
+        try:
+            caches = [await self._looked(number) for number in range(len(self.prompts))]
+            self.written = [
+                Written(self.served, self.body.stops, self._opened, prompt.tokens, prompt.landmark)
+                for prompt in self.prompts
+                for _ in range(self.body.answers)
+            ]
+            self._answers = self._submit(caches)
+        except Busy as error:
+            raise RequestError(
+                429, "The server has all the requests that it takes. Try again.", code="rate_limit_exceeded"
+            ) from error
+
+    async def _looked(self, number: int) -> ChunkCache | None:
+        """A branch of the memory, with the focus of a prompt; None: nothing was read before."""
+        cache = None if self._opened is None else self._opened.branch()
+        if cache is not None and self.served.subject.model.focuses:
+            await self.served.engine.focus(cache, self.prompts[number].asks)
+        return cache
+
+    def _sampling(self, number: int) -> Sampling:
+        body = self.body
+        try:
+            return Sampling(
+                self._max_tokens,
+                1.0 if body.temperature is None else body.temperature,
+                1.0 if body.top_p is None else body.top_p,
+                None if body.seed is None else (body.seed + number) % 2**63,
+                self._top_logprobs or 0,
+            )
+        except ValueError as error:  # it names nothing but these numbers
+            raise RequestError(400, str(error)) from error
+
+    def _submit(self, caches: Sequence[ChunkCache | None]) -> list[Answer]:
+        answers = list[Answer]()
+        for number, (prompt, cache) in enumerate(zip(self.prompts, caches, strict=True)):
             job = Job(
                 prompt.tokens,
                 cache,
-                sampling,
-                body.answers,
-                time.monotonic() + self._state.limits.seconds,
+                self._samplings[number],
+                self.body.answers,
+                self._deadline,
                 self._ending(),
                 landmark=prompt.landmark,
-                asks=prompt.asks,
             )
             try:
                 answers.append(self.served.engine.submit(job))
-            except Busy as error:
+            except Busy:
                 for answer in answers:
                     answer.cancel()
-                raise RequestError(
-                    429,
-                    "The server has all the requests that it takes. Try again.",
-                    code="rate_limit_exceeded",
-                ) from error
+                raise
         return answers
 
     def _ending(self) -> Callable[[int, int], bool]:
@@ -188,9 +213,11 @@ class Generation(Generic[Body]):
         return document
 
     async def _cited(self, number: int) -> dict[str, Any]:
-        if not self.body.passages:
-            return {"retrieved": []}
-        return {"retrieved": await asyncio.to_thread(self.written[number].cited, self.body.passages)}
+        retrieved: list[dict[str, Any]] = []
+        if self.body.passages:
+            async with nullcontext() if self._opened is None else self._opened.places:
+                retrieved = await asyncio.to_thread(self.written[number].cited, self.body.passages)
+        return {"retrieved": retrieved, "quoted": [told(passage) for passage in self.quoted]}
 
     def _of_request(self, stored: str | None) -> dict[str, Any]:
         return {"memory": self.memory, "stored": stored}
@@ -206,6 +233,7 @@ class Generation(Generic[Body]):
 
     async def respond(self, request: Request) -> Response:
         """All of it at once, or as server-sent events; a client that leaves stops it."""
+        await unless_gone(request, self._begin_jobs())
         if self.body.stream:
             return StreamingResponse(guarded(self._events()), media_type="text/event-stream", headers=HEADERS)
         return JSONResponse(await unless_gone(request, self._whole()))
@@ -280,7 +308,7 @@ class Completion(Generation[CompletionRequest]):
 
     def _prompts(self) -> list[Prompt]:
         found = [self.served.prompt(given, self.known > 0) for given in self.body.prompts]
-        return [Prompt(tokens, len(tokens)) for tokens in found]
+        return [Prompt(tokens, len(tokens), tokens) for tokens in found]
 
     def _choice(self, number: int) -> dict[str, Any]:
         return self._piece(number, self.written[number].text, self.written[number].tokens)
@@ -323,10 +351,26 @@ class Chat(Generation[ChatRequest]):
 
     def _prompts(self) -> list[Prompt]:
         tokens, landmark = self.served.turns(self.body, self.known > 0)
-        last, asks = self.body.messages[-1], None
+        last, self._words = self.body.messages[-1], tuple[int, ...]()
         if self.known and self.served.subject.model.focuses and last.role == "user":
-            asks = tuple(text_tokens(last.text.strip(), self.served.subject.tokenizer).tolist())
-        return [Prompt(tokens, landmark, asks)]
+            # those of a template look at the text's beginning, whatever is asked
+            self._words = tuple(text_tokens(last.text.strip(), self.served.subject.tokenizer).tolist())
+        return [Prompt(tokens, landmark, self._words or tokens[:landmark])]
+
+    async def _looked(self, number: int) -> ChunkCache | None:
+        """The same, and the passages of the focus before the last question."""
+        cache = await super()._looked(number)
+        if cache is not None and self._opened is not None and self._words and self.body.quotes:
+            async with self._opened.places:
+                await asyncio.to_thread(self._quote, self._opened, focused_chunks(cache))
+        return cache
+
+    def _quote(self, opened: Opened, chunks: list[int]) -> None:
+        self.quoted = opened.passages.joined(chunks)
+        if self.quoted:
+            texts = [passage.text or "" for passage in self.quoted]
+            tokens, landmark = self.served.turns(self.body, self.known > 0, texts)
+            self.prompts = [Prompt(tokens, landmark, self._words)]
 
     def _choice(self, number: int) -> dict[str, Any]:
         written = self.written[number]

@@ -38,8 +38,6 @@ class Job:
     """Asked in the engine's thread with the number of an answer and its newest token: whether that is the last."""
     landmark: int | None = None
     """How many of the prompt's tokens stand before the early landmark; None: all. 0: there is none."""
-    asks: tuple[int, ...] | None = None
-    """The words by which the chunks of a focus are chosen; None: all that stands before the landmark."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import secrets
-import threading
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -66,7 +65,7 @@ class Opened:
     Attributes:
         cache: requests go on from branches of it; None: nothing was read yet.
         stamp: of its manifest, which tells that it was saved again.
-        places: for the passages: one thread at a time looks for them.
+        places: for the passages: one request at a time looks for them.
     """
 
     cache: ChunkCache | None
@@ -74,7 +73,7 @@ class Opened:
     passages: Passages
     num_bytes: int
     stamp: tuple[int, ...]
-    places: threading.Lock = field(default_factory=threading.Lock)
+    places: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def branch(self) -> ChunkCache | None:
         return None if self.cache is None else self.cache.branch()
@@ -220,13 +219,14 @@ class Memories:
             found = self._open.get(key)
             if found is None or found.stamp != stamp:
                 self._open.pop(key, None)
-                found = self._open[key] = await asyncio.to_thread(self._load, name, served)
+                before = None if found is None else found.passages
+                found = self._open[key] = await asyncio.to_thread(self._load, name, served, before)
             self._open.move_to_end(key)
             while self.open_bytes() > self._most and len(self._open) > 1:
                 self._open.popitem(last=False)
         return found
 
-    def _load(self, name: str, served: Served) -> Opened:
+    def _load(self, name: str, served: Served, before: Passages | None) -> Opened:
         folder, subject = self.expect(name), served.subject
         size = getattr(subject.model.config, "chunk_size", None) or 1
         stamp = _stamp(folder)
@@ -249,7 +249,7 @@ class Memories:
             ) from error
         count = cache.get_seq_length()
         full = sum(source["tokens"] for source in sources) == count
-        passages = Passages(sources if full else [], subject.tokenizer, size, subject.beginning)
+        passages = Passages(sources if full else [], subject.tokenizer, size, subject.beginning, before)
         return Opened(cache, count, passages, cache.num_bytes(), stamp)
 
     # --- writing -----------------------------------------------------------------------------------------------

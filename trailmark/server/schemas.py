@@ -1,4 +1,4 @@
-"""The bodies that requests may have: OpenAI's fields, and ours (``memory``, ``store``, ``passages``)."""
+"""The bodies that requests may have: OpenAI's fields, and ours (``memory``, ``store``, ``passages``, ``quotes``)."""
 
 from __future__ import annotations
 
@@ -129,6 +129,8 @@ class ChatRequest(_Generation):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
+    quotes: bool = True
+    """Ours: whether the passages that the last question looks at stand before it, where the model focuses."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

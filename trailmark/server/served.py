@@ -10,13 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from trailmark.data.chat import ChatTurns, answer_ends, control_ids, conversation, expect_options
+from trailmark.data.chat import (
+    ChatTurns,
+    answer_ends,
+    control_ids,
+    conversation,
+    expect_options,
+    with_passages,
+)
 from trailmark.data.corpus import tokenize
 from trailmark.evaluation.subject import Subject
 from trailmark.models.causal_lm import fingerprint
 from trailmark.server.engine import Engine
 from trailmark.server.errors import RequestError
-from trailmark.server.schemas import ChatRequest, Message
+from trailmark.server.schemas import ChatRequest
 from trailmark.trace.token_texts import texts_of, token_bytes
 
 
@@ -95,9 +102,17 @@ class Served:
         found: list[int] = tokenize([text], self.subject.tokenizer).tolist()
         return found
 
-    def turns(self, request: ChatRequest, begun: bool) -> tuple[tuple[int, ...], int]:
-        """The tokens of a conversation, and how many of them stand before the landmark that ends the question."""
-        messages: list[Message] = request.messages
+    def turns(
+        self, request: ChatRequest, begun: bool, before: Sequence[str] = ()
+    ) -> tuple[tuple[int, ...], int]:
+        """The tokens of a conversation, and how many of them stand before the landmark that ends the question.
+
+        Args:
+            begun: whether the model has read something before.
+            before: texts that stand in the last message, before its own.
+        """
+        messages = [message.in_template for message in request.messages]
+        messages[-1]["content"] = with_passages(before, messages[-1]["content"])
         if not getattr(self.subject.tokenizer, "chat_template", None):
             raise RequestError(
                 400,
@@ -113,7 +128,7 @@ class Served:
             said = str(error).removeprefix("template")
             raise RequestError(400, f"chat_template_kwargs{said}", "chat_template_kwargs") from error
         try:
-            asked, cue = conversation([m.in_template for m in messages], tokenizer, begun, options)
+            asked, cue = conversation(messages, tokenizer, begun, options)
         except ValueError as error:
             raise RequestError(
                 400,

@@ -46,6 +46,11 @@ class _File:
         # bytes before each chunk that begins in it, then before what follows
         self._starts: Integers | None = None
 
+    def is_of(self, source: Mapping[str, Any], first: int) -> bool:
+        """Whether it is the file of such a note, at such a place, and can be shown."""
+        same = all(self._source[name] == source[name] for name in ("path", "tokens", "sha256"))
+        return same and self.first == first and self.trouble is None
+
     def look(self, tokenizer: Any, chunk_size: int) -> None:
         """Find where its chunks begin, which takes reading it once."""
         if self._starts is not None or self.trouble is not None:
@@ -110,16 +115,24 @@ class Passages:
     Args:
         sources: its notes on the files that were read (:func:`trailmark.trace.texts.sources_of`).
         begin: tokens that stand before its first file.
+        before: the same of an earlier state of the memory, in whose files places need not be looked for again.
     """
 
     def __init__(
-        self, sources: Sequence[Mapping[str, Any]], tokenizer: Any, chunk_size: int, begin: Sequence[int] = ()
+        self,
+        sources: Sequence[Mapping[str, Any]],
+        tokenizer: Any,
+        chunk_size: int,
+        begin: Sequence[int] = (),
+        before: Passages | None = None,
     ) -> None:
         self._tokenizer, self._chunk_size = tokenizer, chunk_size
         self._files: list[_File] = []
         first = 0
+        known = iter(() if before is None else before._files)
         for source in sources:
-            self._files.append(_File(source, first, () if first else begin))
+            file, earlier = _File(source, first, () if first else begin), next(known, None)
+            self._files.append(earlier if earlier is not None and earlier.is_of(source, first) else file)
             first += int(source["tokens"])
 
     def of(self, chunk: int) -> list[Passage]:

@@ -16,7 +16,8 @@ from trailmark.models import HiLSForCausalLM
 class NaiveHiLS(Naive):
     """One text [T]; early landmarks after the tokens marked. Of the first ``read`` tokens none chooses.
 
-    ``focus``: of the chunks up to the last of these, no others are chosen.
+    ``focus``: of the chunks that were read no others are chosen. ``known``: so many may be, those in
+    sight too.
     """
 
     @torch.no_grad()
@@ -27,9 +28,10 @@ class NaiveHiLS(Naive):
         marks: Sequence[bool] = (),
         read: int = 0,
         focus: Collection[int] = (),
+        known: int | None = None,
     ) -> None:
         super().__init__(model.config)
-        self.read, self.focus = read, focus
+        self.read, self.focus, self.known = read, focus, known
         c, T = self.config, len(ids)
         self.chunks: list[list[int]] = []  # the tokens of each; the last may be open
         rows, self.mark_of = [], dict[int, int]()  # of each closed chunk, its landmark's row
@@ -115,9 +117,10 @@ class NaiveHiLS(Naive):
                 [[float(by[i, h] @ near_k[t, h * J // H]) * D**-0.5 for t, by in seen] for h in range(H)],
                 dtype=q.dtype,
             )  # [H, n]
-            keys = {m: [t for t in self.chunks[m] if t >= c.num_sinks] for m in range(local if asks else 0)}
-            last_known = max(self.focus, default=-1)
-            candidates = [m for m in keys if keys[m] and (m in self.focus or m > last_known)]
+            beyond = local if self.known is None else self.known
+            keys = {m: [t for t in self.chunks[m] if t >= c.num_sinks] for m in range(beyond if asks else 0)}
+            was_read = self.read // c.chunk_size if self.focus else 0
+            candidates = [m for m in keys if keys[m] and (m in self.focus or m >= was_read)]
             shares: list[dict[int, float]] = []
             for h in range(H):
                 score = {m: self.score(m, keys[m], asking_q, i, h, far_k[:, h * J // H]) for m in candidates}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.models.hils.naive import NaiveHiLS, read_in
 from tests.models.tiny import PRETRAINED, assert_same, hils, logits_of, padded, tokens
-from trailmark.memory import ChunkCache
+from trailmark.memory import ChunkCache, Focus
 from trailmark.models.hils.focus import focus_of
 from trailmark.ops import ChunkSelection
 
@@ -39,8 +39,17 @@ def focused(count: int, **options: Any) -> Any:
     return hils(reading="windows", num_retrieved_chunks=2, num_focus_chunks=count, **options)
 
 
-def focus_in_words(exact: NaiveHiLS, asked: range, count: int) -> set[int]:
-    """Written as it is said: sums of squared shares, a third of the best, the chunks beside, and the memory's last."""
+def chunks_of(cache: ChunkCache, row: int = 0) -> list[int]:
+    """In the focus of one row."""
+    assert cache.state is not None
+    focus = cache.state.focus[row]
+    assert focus is not None
+    chunks: list[int] = focus.chunks.tolist()
+    return chunks
+
+
+def focus_in_words(exact: NaiveHiLS, asked: range, count: int, read: int = READ) -> set[int]:
+    """Written as it is said: sums of squared shares, a third of the best, and the chunks beside."""
     sums = Counter[int]()
     for layer in exact.shares:
         for t in asked:
@@ -48,9 +57,9 @@ def focus_in_words(exact: NaiveHiLS, asked: range, count: int) -> set[int]:
                 sums.update({m: share**2 for m, share in head.items()})
     best = sorted(sums, key=lambda m: (-sums[m], m))[:count]
     best = [m for m in best if sums[m] >= sums[best[0]] / 3]
-    closed = READ // exact.config.chunk_size
+    closed = read // exact.config.chunk_size
     near = {m + side for m in best for side in (-1, 0, 1)}
-    return {m for m in near if 0 <= m < closed} | {closed - 1}
+    return {m for m in near if 0 <= m < closed}
 
 
 @pytest.mark.parametrize(("count", "options"), CASES, ids=str)
@@ -60,7 +69,8 @@ def test_a_question_and_its_answer_choose_what_the_question_looked_at_most(
     model, ids = focused(count, **options), tokens(LENGTH)
     question = ids[:, READ : READ + ASKED]
     free = NaiveHiLS(model, ids[0], read=READ)
-    focus = focus_in_words(free, range(READ, READ + ASKED), count)
+    looks = NaiveHiLS(model, ids[0, : READ + ASKED], read=READ, known=READ // model.config.chunk_size)
+    focus = focus_in_words(looks, range(READ, READ + ASKED), count)
     exact = NaiveHiLS(model, ids[0], read=READ, focus=focus)
     assert (exact.logits[READ:] - free.logits[READ:]).abs().max() > 1e-3  # some wanted others
     cache = model.read(ids[:, :READ])
@@ -78,7 +88,8 @@ def test_with_all_chunks_in_focus_nothing_changes_a_bit() -> None:
     ids = tokens(LENGTH)
     with_focus, without = focused(99), hils(reading="windows", num_retrieved_chunks=2)
     caches = [model.read(ids[:, :READ]) for model in (with_focus, without)]
-    everything = (np.arange(READ // with_focus.config.chunk_size),)
+    count = READ // with_focus.config.chunk_size
+    everything = (Focus(np.arange(count), count),)
     assert caches[0].state is not None
     caches[0].state = replace(caches[0].state, focus=everything)
     answers, gradients = [], []
@@ -156,8 +167,7 @@ def test_to_focus_reads_nothing_and_a_branch_and_padding_change_nothing(tmp_path
         branch = cache.branch()
         model.focus(question, branch)
         assert branch.state is not None
-        assert np.array_equal(branch.state.focus[0], batch.state.focus[row])
-        assert np.array_equal(branch.state.focus[0], right.state.focus[row])
+        assert chunks_of(branch) == chunks_of(batch, row) == chunks_of(right, row)
     model.focus(ids[:, READ:], cache)
     assert cache.state is not None
     assert cache.state.focus
@@ -177,7 +187,7 @@ def test_another_text_ends_it_and_another_question_replaces_it() -> None:
     model.focus(ids[:, READ + 1 :], other)
     assert again.state is not None
     assert other.state is not None
-    assert np.array_equal(again.state.focus[0], other.state.focus[0])
+    assert chunks_of(again) == chunks_of(other)
     model.read(ids[:, READ:], fresh, prompt=True)
     assert fresh.state is not None
     assert fresh.state.focus
@@ -205,16 +215,20 @@ def test_where_nothing_was_read_or_nothing_is_to_be_left_out_it_does_nothing() -
     )
 
 
-def test_a_question_that_looks_at_nothing_of_a_memory_leaves_nothing_out() -> None:
-    """Its window shows all of it; once the answer is longer, no chunk is lost."""
-    model = hils(reading="windows", num_focus_chunks=1, sliding_window=40)
-    plain = hils(reading="windows", sliding_window=40)
-    ids, answers = tokens(70), []
-    for each in (model, plain):
-        cache = each.read(ids[:, :24])
-        each.focus(ids[:, 24:27], cache)
-        answers.append(logits_of(each, ids[:, 24:], past_key_values=cache))
-    assert torch.equal(*answers)
+def test_what_the_window_shows_is_looked_at_as_all_else() -> None:
+    """Here it shows all that was read; once the answer is longer, what the question looked at is not lost."""
+    model, ids = focused(1, sliding_window=40), tokens(70)
+    known = 24 // model.config.chunk_size
+    looks = NaiveHiLS(model, ids[0, :27], read=24, known=known)
+    focus = focus_in_words(looks, range(24, 27), 1, read=24)
+    cache = model.read(ids[:, :24])
+    model.focus(ids[:, 24:27], cache)
+    assert cache.state is not None
+    assert set(chunks_of(cache)) == focus < set(range(known))
+    exact = NaiveHiLS(model, ids[0], read=24, focus=focus)
+    assert_same(logits_of(model, ids[:, 24:], past_key_values=cache)[0], exact.logits[24:])
+    late = [chunk for layer in exact.retrieval for token in layer[64:] for head in token for chunk in head]
+    assert set(late) & focus  # which no window shows any more
 
 
 @torch.no_grad()
@@ -225,13 +239,13 @@ def test_of_a_long_question_the_end_is_looked_at() -> None:
     model.focus(ids[:, 40:], caches[0])
     model.focus(ids[:, -last:], caches[1])
     assert ids[:, 40:].shape[1] > last
-    assert np.array_equal(*(cache.begun(1).focus[0] for cache in caches))
+    assert chunks_of(caches[0]) == chunks_of(caches[1])
     batch, (padded_ids, mask) = model.read(ids[:, :40]).branch(2), padded([21, 3], "right")
     model.focus(padded_ids, batch, mask)
     for row, question in enumerate((padded_ids[:1, -last:], padded_ids[1:, :3])):
         alone = model.read(ids[:, :40])
         model.focus(question, alone)
-        assert np.array_equal(alone.begun(1).focus[0], batch.begun(2).focus[row])
+        assert chunks_of(alone) == chunks_of(batch, row)
 
 
 @torch.no_grad()
@@ -278,23 +292,27 @@ def test_any_memory_of_windows_is_asked_with_a_focus(tmp_path: Path) -> None:
 
 
 def test_shares_are_squared_and_added_up_over_tokens_layers_and_heads() -> None:
-    """By hand: 7 has .5², 3 has .3² + .3², 10 .35², 0 less than a third of .5²; 15 is the question's own."""
+    """By hand: 7 has .5², 3 has .3² + .3², 10 .35², 0 less than a third of .5²."""
     layers = [
         ChunkSelection(indices, shares, shares.log())  # [B, T, J, K]
         for indices, shares in (
-            (torch.tensor([[[[3, -1]], [[0, 15]]]]), torch.tensor([[[[0.3, 0.0]], [[0.28, 0.9]]]])),
+            (torch.tensor([[[[3, -1]], [[0, -1]]]]), torch.tensor([[[[0.3, 0.0]], [[0.28, 0.0]]]])),
             (torch.tensor([[[[3, 7]], [[10, -1]]]]), torch.tensor([[[[0.3, 0.5]], [[0.35, 0.0]]]])),
         )
     ]
 
-    def found(count: int, num_chunks: int = 12) -> list[int] | None:
+    def found(count: int, num_chunks: int = 12) -> list[int]:
         (focus,) = focus_of(layers, np.array([num_chunks]), count)
-        return None if focus is None else focus.tolist()
+        assert focus is not None
+        assert focus.known == num_chunks
+        return focus.chunks.tolist()
 
-    assert found(1) == [6, 7, 8, 11]
-    assert found(2) == [2, 3, 4, 6, 7, 8, 11]
+    assert found(1) == [6, 7, 8]
+    assert found(2) == [2, 3, 4, 6, 7, 8]
     assert found(9) == found(3) == [2, 3, 4, 6, 7, 8, 9, 10, 11]
-    assert found(9, 0) is None
+    assert found(9, 11) == [2, 3, 4, 6, 7, 8, 9, 10]
+    nothing = ChunkSelection(*(torch.full_like(x, -1) for x in layers[0]))
+    assert focus_of([nothing], np.array([12]), 9) == (None,)
 
 
 @pytest.mark.parametrize(

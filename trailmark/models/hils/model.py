@@ -18,6 +18,7 @@ from trailmark.memory import ChunkCache, ChunkMemory, MemoryEntries, Window
 from trailmark.memory.chunks import TABLE_BYTES, recent_chunks
 from trailmark.memory.schema import Expected
 from trailmark.models.answers import CardFacts
+from trailmark.models.arguments import check_cache, check_tensors, check_tokens
 from trailmark.models.candidates import selection_of_tokens
 from trailmark.models.causal_lm import TrailmarkForCausalLM, taken_back
 from trailmark.models.costs import CacheBytes, NumberBytes, kv_width, num_closed
@@ -28,10 +29,10 @@ from trailmark.models.hils.focus import focus_of
 from trailmark.models.hils.past import MemoryPast, Past, TextPast
 from trailmark.models.hils.sight import Sight
 from trailmark.models.layers import MLP, Place, RMSNorm, WindowAttention, head_norm
-from trailmark.models.outputs import CausalLMOutput, Hidden
+from trailmark.models.outputs import Hidden
 from trailmark.models.reads import AveragedReads, BeforeReading
 from trailmark.models.step import Step
-from trailmark.models.text import Text
+from trailmark.models.text import Text, present_tokens
 from trailmark.ops import ChunkSelection
 
 
@@ -170,11 +171,7 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
             x, selected = self._through(tokens, grid, None)
             return Hidden(self.norm(grid.last_tokens(keep)(x)), selected)
         parts, chosen = list[Tensor](), list[tuple[ChunkSelection, ...]]()
-        for columns, part in self._pieces(grid, cache, tokens.shape):
-            of_part = tokens[:, columns]
-            step = Step(cache, part, self.config, len(tokens), of_part)
-            x, selected = self._through(of_part, part, step)
-            step.commit()
+        for part, x, selected in self._piece_by_piece(tokens, grid, cache):
             if keep != 0:
                 parts.append(part.last_tokens(None)(x))
                 chosen.append(selected)
@@ -190,6 +187,17 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
             self.norm(x),
             tuple(ChunkSelection(*(torch.cat(x, 1) for x in zip(*layer, strict=True))) for layer in layers),
         )
+
+    def _piece_by_piece(
+        self, tokens: Tensor, grid: Grid, cache: ChunkCache, known: Integers | None = None
+    ) -> Iterator[tuple[Grid, Tensor, tuple[ChunkSelection, ...]]]:
+        """What :meth:`_through` gives of each piece of a call's tokens, which the cache then holds; and its layout."""
+        for columns, part in self._pieces(grid, cache, tokens.shape):
+            of_part = tokens[:, columns]
+            step = Step(cache, part, self.config, len(tokens), of_part)
+            x, selected = self._through(of_part, part, step, known)
+            step.commit()
+            yield part, x, selected
 
     def _pieces(self, grid: Grid, cache: ChunkCache, shape: torch.Size) -> Iterator[tuple[slice, Grid]]:
         """The tokens of a call, column by column, and their layout as they follow what was read."""
@@ -217,10 +225,14 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
             first = last
 
     def _through(
-        self, tokens: Tensor, grid: Grid, step: Step | None
+        self, tokens: Tensor, grid: Grid, step: Step | None, known: Integers | None = None
     ) -> tuple[Tensor, tuple[ChunkSelection, ...]]:
-        """Tokens [B, T] through all layers: positions [B, P, E] and what the tokens chose in each layer."""
-        x, past, places = self._enter(tokens, grid, step)
+        """Tokens [B, T] through all layers: positions [B, P, E] and what the tokens chose in each layer.
+
+        Args:
+            known: [B] so many chunks may be chosen, those in sight too; None: those beyond each token's window.
+        """
+        x, past, places = self._enter(tokens, grid, step, known=known)
         x = self._run_layers(len(self.layers), x, past, places, step)
         if isinstance(past, MemoryPast):
             past.remember()
@@ -238,23 +250,20 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         if count is None or cache.state is None or not cache.num_chunks.any():
             return
         assert last is not None
-        mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
-        if mask is not None:  # on the left, so that the last columns are the last tokens
-            order = mask.to(input_ids.device).bool().long().argsort(dim=1, stable=True)
-            input_ids, mask = input_ids.gather(1, order), mask.to(order.device).gather(1, order)[:, -last:]
-        chunks = cache.num_chunks
+        input_ids = check_tokens(input_ids, self.config.vocab_size)
+        check_cache(cache, input_ids, self.training, lambda: self._cache_key)
+        check_tensors(attention_mask=attention_mask)
+        B, T = input_ids.shape
+        present = None if attention_mask is None else present_tokens(attention_mask, T, B, cache)
+        text, chunks = Text.of(input_ids, present, False), cache.num_chunks
+        width = text.ids.shape[1]
+        text = text.columns(max(0, width - last), width)
         with torch.no_grad(), taken_back(cache):
             cache.state = replace(cache.state, focus=())
-            out = self(
-                input_ids[:, -last:],
-                attention_mask=mask,
-                past_key_values=cache,
-                logits_to_keep=1,
-                output_retrieval=True,
-            )
-        assert isinstance(out, CausalLMOutput)
-        assert out.retrieval is not None
-        cache.state = replace(cache.state, focus=focus_of(out.retrieval, chunks, count))
+            # what the window shows now is beyond it once an answer is written
+            looks = self._piece_by_piece(text.ids, self._lay_out(text, cache), cache, known=chunks)
+            chosen = [layer for _, _, selected in looks for layer in selected]
+        cache.state = replace(cache.state, focus=focus_of(chosen, chunks, count))
 
     def _remember(self, tokens: Tensor, grid: Grid, cache: ChunkCache) -> None:
         """Read tokens [B, T] with windows alone, of the last layer no more than what is kept."""
@@ -279,7 +288,12 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         return past
 
     def _enter(
-        self, tokens: Tensor, grid: Grid, step: Step | None, chooses: bool = True
+        self,
+        tokens: Tensor,
+        grid: Grid,
+        step: Step | None,
+        chooses: bool = True,
+        known: Integers | None = None,
     ) -> tuple[Tensor, Past | None, dict[int | None, Place]]:
         """Positions [B, P, E] below the first layer, and what they see: of the past, and in windows of each size."""
         x = grid.insert_landmarks(self.embed_tokens(tokens), self.landmark)
@@ -291,6 +305,7 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         if config.retrieves:
             seen = Sight.of if chooses else Sight.of_windows
             sight = seen(grid, config.sliding_window, None if of_text else step)
+            sight = sight if known is None else sight.with_chunks(grid, known)
         kinds = dict(zip(config.windows, self._stages(), strict=True))
         places: dict[int | None, Place] = {}
         for window, stage in kinds.items():

@@ -14,7 +14,7 @@ class Sight(NamedTuple):
     """Of each position [b, P]; absent ones see themselves and no chunk."""
 
     windows: Integers  # positions that it sees, itself included
-    candidates: Integers  # chunks before its window, counted from the text's first
+    candidates: Integers  # so many of the text's first chunks: those before its window
     first: Integers  # the first of them that is of its document
 
     @classmethod
@@ -51,6 +51,12 @@ class Sight(NamedTuple):
                 np.broadcast_to(grid.first_chunks, (B, grid.num_chunks)), chunk.clip(0), 1
             )
         return cls(np.where(there, windows, 1), np.where(there, candidates, 0), np.where(there, first, 0))
+
+    def with_chunks(self, grid: Grid, known: Integers) -> Sight:
+        """The same windows, and of each row the first ``known`` [B] chunks as candidates, those in sight too."""
+        return self._replace(
+            candidates=np.where(grid.chunk >= 0, known[:, None], np.zeros_like(self.candidates))
+        )
 
     @classmethod
     def of_windows(cls, grid: Grid, window: int, step: Step | None = None) -> Sight:
