@@ -355,7 +355,7 @@ class Chat(Generation[ChatRequest]):
         if self.known and self.served.subject.model.focuses and last.role == "user":
             # those of a template look at the text's beginning, whatever is asked
             self._words = tuple(text_tokens(last.text.strip(), self.served.subject.tokenizer).tolist())
-        return [Prompt(tokens, landmark, self._words or tokens[:landmark])]
+        return [Prompt(tokens, landmark, self._words or tokens[: landmark or None])]
 
     async def _looked(self, number: int) -> ChunkCache | None:
         """The same, and the passages of the focus before the last question."""
