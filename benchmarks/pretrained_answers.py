@@ -1,11 +1,12 @@
 """What a converted base answers about a book, untaught: facts of any kind, asked for as ``trailmark chat`` asks.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained_answers.py [--lengths 65536 262144]
+    TRAILMARK_DATA=... python benchmarks/pretrained_answers.py [answers] ["all heads"] [--lengths 65536 262144 1048576]
 
 Twenty sentences are hidden in held-out books, a paragraph each; ``trailmark read`` reads the file into a memory, once,
-and each question is put to it by itself: with the passages that it looks at before it, with what BM25 finds in their
-place, and without any. The model is SmolLM2-135M, converted with --far-layers 7 and reading=windows; nothing is
-trained. It writes benchmarks/pretrained_answers.json. Stopped, the same command goes on; after a change of
+and each is asked for by itself, in its own words and in others: with the passages that the question looks at before
+it, with what BM25 or MiniLM finds in their place, with those of the fact itself, and without any. The model is
+SmolLM2-135M, converted with --far-layers 7, --focus-heads 1 and reading=windows, and once more without such heads;
+nothing is trained. It writes benchmarks/pretrained_answers.json. Stopped, the same command goes on; after a change of
 how chat finds or puts passages, take another --folder.
 """
 
@@ -14,17 +15,31 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from common import keep
-from pretrained_models import convert, far_base, held_out_books, measure_parts, parser_of, weights_of
+from numpy.typing import NDArray
+from pretrained_models import (
+    FAR_LAYERS,
+    convert,
+    far_base,
+    held_out_books,
+    measure_parts,
+    parser_of,
+    weights_of,
+)
 
-from trailmark.data.corpus import Tokens, read_text, tokenize
+from tests.smollm2 import convert_smollm2
+from tests.wheels import minilm
+from trailmark.data.corpus import read_text, tokenize
 from trailmark.data.neighbours.bm25 import Bm25
+from trailmark.data.neighbours.embedders import open_embedder
 from trailmark.evaluation.chat import Conversation
 from trailmark.evaluation.generation import Sampling
 from trailmark.evaluation.subject import Subject, load
@@ -35,101 +50,199 @@ from trailmark.trace.passages import Passage
 
 OUTPUT = Path(__file__).with_suffix(".json")
 ANSWER_TOKENS = 40
-QUOTED = ("of the focus", "none", "of BM25")  # passages before the question
-# what is told, what is asked, and what an answer is right with
+# what is told, what is asked in its words and in others, and what an answer is right with
 FACTS = (
-    ("Old Benedikt hides his tobacco in a blue teapot.", "Where does old Benedikt hide his tobacco?", "teapot"),
-    ("The ferry to Sandhamn leaves at half past six.", "When does the ferry to Sandhamn leave?", "half past six"),
-    ("Miss Arkwright teaches geometry at the school in Dunmore.", "What does Miss Arkwright teach?", "geometry"),
-    ("The Duke of Valmora is afraid of geese.", "What is the Duke of Valmora afraid of?", "geese"),
-    ("Rosalind's parrot was called Admiral.", "What was Rosalind's parrot called?", "Admiral"),
-    ("The key of the observatory hangs behind the clock.", "Where does the key of the observatory hang?", "clock"),
-    ("Mr. Pemberley sold his carriage to a dentist.", "To whom did Mr. Pemberley sell his carriage?", "dentist"),
+    ("Old Benedikt hides his tobacco in a blue teapot.", "Where does old Benedikt hide his tobacco?",
+     "Into what does the elderly man put the things he smokes, so that nobody sees them?", "teapot"),
+    ("The ferry to Sandhamn leaves at half past six.", "When does the ferry to Sandhamn leave?",
+     "At what hour does the boat to the Swedish island depart?", "half past six"),
+    ("Miss Arkwright teaches geometry at the school in Dunmore.", "What does Miss Arkwright teach?",
+     "Which branch of mathematics do children learn from the unmarried lady?", "geometry"),
+    ("The Duke of Valmora is afraid of geese.", "What is the Duke of Valmora afraid of?",
+     "Which birds frighten the nobleman?", "geese"),
+    ("Rosalind's parrot was called Admiral.", "What was Rosalind's parrot called?",
+     "By what name did the lady's talking bird go?", "Admiral"),
+    ("The key of the observatory hangs behind the clock.", "Where does the key of the observatory hang?",
+     "In which place is the thing kept that unlocks the astronomers' house?", "clock"),
+    ("Mr. Pemberley sold his carriage to a dentist.", "To whom did Mr. Pemberley sell his carriage?",
+     "What was the profession of the person who bought the gentleman's coach?", "dentist"),
     ("The monks of Saint Ilan brew a beer from chestnuts.", "What do the monks of Saint Ilan brew a beer from?",
-     "chestnut"),
-    ("The treaty of Lorrach was signed in a barn.", "Where was the treaty of Lorrach signed?", "barn"),
-    ("Kasimir plays the cello in the orchestra of Odessa.", "Which instrument does Kasimir play?", "cello"),
-    ("The widow Greaves pays her rent in honey.", "In what does the widow Greaves pay her rent?", "honey"),
-    ("Sergeant Dupont was born in Marseille.", "Where was Sergeant Dupont born?", "Marseille"),
-    ("The bridge at Tolnay was destroyed by lightning.", "What destroyed the bridge at Tolnay?", "lightning"),
+     "Which nuts do the friars use to make their ale?", "chestnut"),
+    ("The treaty of Lorrach was signed in a barn.", "Where was the treaty of Lorrach signed?",
+     "In what kind of building did the two countries make peace?", "barn"),
+    ("Kasimir plays the cello in the orchestra of Odessa.", "Which instrument does Kasimir play?",
+     "On what does the musician from the Black Sea perform?", "cello"),
+    ("The widow Greaves pays her rent in honey.", "In what does the widow Greaves pay her rent?",
+     "What does the woman whose husband died give to her landlord for the house, as she has no money?", "honey"),
+    ("Sergeant Dupont was born in Marseille.", "Where was Sergeant Dupont born?",
+     "Which French port does the soldier come from?", "Marseille"),
+    ("The bridge at Tolnay was destroyed by lightning.", "What destroyed the bridge at Tolnay?",
+     "Why can nobody cross the river any more?", "lightning"),
     ("Aunt Wilhelmina keeps a crocodile in her garden.", "Which animal does Aunt Wilhelmina keep in her garden?",
-     "crocodile"),
+     "Which reptile lives among the flowers of my father's sister?", "crocodile"),
     ("The secret ingredient of Hobart's soup is nutmeg.", "What is the secret ingredient of Hobart's soup?",
-     "nutmeg"),
-    ("The painter Ellingsen used only three colours.", "How many colours did the painter Ellingsen use?", "three"),
+     "Which spice does the cook put into his broth without telling anybody?", "nutmeg"),
+    ("The painter Ellingsen used only three colours.", "How many colours did the painter Ellingsen use?",
+     "How many pigments were enough for the artist?", "three"),
     ("Young Tobias found a silver compass under the stairs.", "What did young Tobias find under the stairs?",
-     "compass"),
-    ("The train from Ghent was late because of a strike.", "Why was the train from Ghent late?", "strike"),
+     "What did the boy discover below the steps, with which sailors steer?", "compass"),
+    ("The train from Ghent was late because of a strike.", "Why was the train from Ghent late?",
+     "What delayed the railway passengers who came out of Belgium?", "strike"),
     ("Nurse Halloran speaks Portuguese with her patients.",
-     "Which language does Nurse Halloran speak with her patients?", "Portuguese"),
+     "Which language does Nurse Halloran speak with her patients?",
+     "In which tongue does she talk to the sick at the hospital?", "Portuguese"),
     ("The statue in the harbour of Kirkwall shows a whale.",
-     "What does the statue in the harbour of Kirkwall show?", "whale"),
+     "What does the statue in the harbour of Kirkwall show?",
+     "Which sea animal is carved in stone at the Scottish port?", "whale"),
 )  # fmt: skip
+WORDINGS = "words of the text", "other words"
 
 
 def answers(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """By length and by which passages stand before a question: how many answers hold the word."""
+    """With whatever passages before a question, of the base as docs/convert.md converts it."""
+    model = options.folder / "heads"
+    if not model.exists():
+        looks = ("--far-layers", str(len(FAR_LAYERS)), "--focus-heads", "1")
+        convert_smollm2(model, "hils", *looks, "reading=windows")
+    return _asked(options, progress, "answers", model, QUOTED)
+
+
+def all_heads(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """With the passages that all heads of the layers that look far choose."""
     model = options.folder / "windows of far"
     if not model.exists():
         convert(far_base(options.folder), model, "hils", ["reading=windows"])
-    subject, known_file = load(model), options.folder / "answers.json"
-    known: dict[str, str] = read_json(known_file) or {}
-    begun = f"{weights_of(model)[:12]} {subject.model.config.num_focus_chunks}"
+    return _asked(options, progress, "all heads", model, {FOCUS: None})
+
+
+Search = Callable[["Book", list[str]], Any]
+
+
+def _asked(
+    options: argparse.Namespace, progress: Progress, part: str, model: Path, ways: Mapping[str, Search | None]
+) -> dict[str, Any]:
+    """By length, by the question's words and by which passages stand before it: how many answers hold the word."""
+    subject, known_file = load(model), options.folder / f"answers of {model.name}.json"
+    known: dict[str, dict[str, Any]] = read_json(known_file) or {}
+    config = subject.model.config
+    begun = f"{weights_of(model)[:12]} {config.num_focus_chunks} {config.focus_heads}"
     rows = list[dict[str, Any]]()
-    found = {"rows": rows, "answer_tokens": ANSWER_TOKENS}
+    found = {"rows": rows, "answer_tokens": ANSWER_TOKENS, "focus_heads": config.focus_heads}
     for length in options.lengths:
-        text, memory = options.folder / f"facts-{length}.txt", options.folder / f"facts-{length}"
+        text, memory = (
+            options.folder / f"facts-{length}.txt",
+            options.folder / f"facts-{length} of {model.name}",
+        )
         tokens = _write_book(text, length, subject.tokenizer)
         # as a user reads: what was read before is kept
         read = [sys.executable, "-m", "trailmark", "read", str(model), str(text), "--memory", str(memory)]
         subprocess.run(read, check=True)
-        by_words = _by_bm25(text, subject)
-        for quoted in QUOTED:
-            said = []
-            for number, ((_, question, _), told) in enumerate(zip(FACTS, by_words, strict=True), 1):
-                key = f"{begun} | {length} | {quoted} | {question}"
-                if key not in known:
-                    progress.show(f"{length:,} tokens, passages {quoted}: question {number}")
-                    asked = Asked(subject, memory, Sampling(ANSWER_TOKENS), quotes=quoted != "none")
-                    asked.told = told if quoted == "of BM25" else None
-                    known[key] = "".join(asked.ask(question)).strip()
-                    write_json(known_file, known)
-                said.append(known[key])
-            right = [word.lower() in one.lower() for (*_, word), one in zip(FACTS, said, strict=True)]
-            low, high = wilson_interval(sum(right), len(right))
-            rows.append(
-                {"tokens": tokens, "quoted": quoted, "questions": len(right), "correct": sum(right)}
-                | {"accuracy": sum(right) / len(right), "accuracy_low": low, "accuracy_high": high}
-                | {"asked": [question for _, question, _ in FACTS], "said": said, "right": right}
-            )
-            keep(options.output, "answers", found)
+        asked, book = Asked(subject, memory, Sampling(ANSWER_TOKENS)), Book(text, subject)
+        for place, wording in enumerate(WORDINGS, 1):
+            questions = [fact[place] for fact in FACTS]
+            for quoted, search in ways.items():
+                keys = [f"{begun} | {length} | {quoted} | {question}" for question in questions]
+                put = list[list[Passage] | None]([None] * len(FACTS))
+                if search is not None and not known.keys() >= set(keys):
+                    put[:] = [[book.around(chunk)] for chunk in search(book, questions).tolist()]
+                for number, key in enumerate(keys):
+                    if key not in known:
+                        progress.show(
+                            f"{length:,} tokens, {wording}, passages {quoted}: question {number + 1}"
+                        )
+                        asked.begin()
+                        asked.put = [] if quoted == "none" else put[number]
+                        answer = "".join(asked.ask(questions[number])).strip()
+                        known[key] = {"said": answer, "passages": [own.text for own in asked.quoted]}
+                        write_json(known_file, known)
+                rows.append(
+                    {"tokens": tokens, "wording": wording, "quoted": quoted}
+                    | _row(questions, [known[key] for key in keys])
+                )
+                keep(options.output, part, found)
     return found
 
 
+def _row(questions: list[str], answered: list[dict[str, Any]]) -> dict[str, Any]:
+    words = [word.lower() for *_, word in FACTS]
+    told = [fact for fact, *_ in FACTS]
+    said = [one["said"] for one in answered]
+    right = [word in one.lower() for word, one in zip(words, said, strict=True)]
+    found = [any(fact in text for text in one["passages"]) for fact, one in zip(told, answered, strict=True)]
+    low, high = wilson_interval(sum(right), len(right))
+    return (
+        {"questions": len(right), "correct": sum(right), "found": sum(found)}
+        | {"accuracy": sum(right) / len(right), "accuracy_low": low, "accuracy_high": high}
+        | {"asked": questions, "said": said, "right": right}
+    )
+
+
 class Asked(Conversation):
-    """With a passage that is ``told``, in place of those that the question looks at."""
+    """With passages of the caller's, in place of those that the question looks at."""
 
-    told: Passage | None = None
+    put: list[Passage] | None = None
 
-    def _looked_at(self, words: Tokens) -> list[Passage]:
-        return super()._looked_at(words) if self.told is None else [self.told]
+    def _passages_of(self, chunks: list[int]) -> list[Passage]:
+        return super()._passages_of(chunks) if self.put is None else self.put
 
 
-def _by_bm25(path: Path, subject: Subject) -> list[Passage]:
-    """For each question the chunk of a text that BM25 finds by its words, and those beside it."""
-    ids, size = tokenize([read_text(path)], subject.tokenizer).astype(np.int64), subject.chunk_size
-    chunks = ids[: len(ids) // size * size].reshape(-1, size)
-    lengths, passages = np.full(len(chunks), size), []
-    bm25 = Bm25.of(chunks, lengths)
-    asked = [tokenize([question], subject.tokenizer) for _, question, _ in FACTS]
-    words = np.zeros((len(asked), max(map(len, asked))), np.int64)
-    for row, own in zip(words, asked, strict=True):
+@dataclass
+class Book:
+    """A text in which the facts are hidden, as chunks of the model."""
+
+    path: Path
+    subject: Subject
+    text: str = field(init=False)
+    chunks: NDArray[np.int64] = field(init=False)  # [m, S]; what is left behind the last is no chunk
+
+    def __post_init__(self) -> None:
+        self.text, size = read_text(self.path), self.subject.chunk_size
+        ids = tokenize([self.text], self.subject.tokenizer).astype(np.int64)
+        self.chunks = ids[: len(ids) // size * size].reshape(-1, size)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.full(len(self.chunks), self.subject.chunk_size)
+
+    def around(self, chunk: int) -> Passage:
+        """What a chunk says, and those beside it."""
+        size = self.subject.chunk_size
+        first, stop = max(0, chunk - 1), min(len(self.chunks), chunk + 2)
+        text = self.subject.tokenizer.decode(
+            self.chunks[first:stop].ravel(), clean_up_tokenization_spaces=False
+        )
+        return Passage(self.path, (first * size, stop * size), None, text)
+
+
+def _padded(texts: list[str], tokenizer: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Their tokens, padded on the right, and how many each has."""
+    tokens = [tokenize([text], tokenizer) for text in texts]
+    rows = np.zeros((len(tokens), max(map(len, tokens))), np.int64)
+    for row, own in zip(rows, tokens, strict=True):
         row[: len(own)] = own
-    for best in bm25.scores(chunks, lengths, words, np.array([len(own) for own in asked])).argmax(1).tolist():
-        tokens = max(0, best - 1) * size, (best + 2) * size
-        text = subject.tokenizer.decode(ids[slice(*tokens)], clean_up_tokenization_spaces=False)
-        passages.append(Passage(path, tokens, None, text))
-    return passages
+    return rows, np.array([len(own) for own in tokens])
+
+
+def _by_bm25(book: Book, questions: list[str]) -> Any:
+    bm25 = Bm25.of(book.chunks, book.lengths)
+    asked = _padded(questions, book.subject.tokenizer)
+    return bm25.scores(book.chunks, book.lengths, *asked).argmax(1)
+
+
+def _by_minilm(book: Book, questions: list[str]) -> Any:
+    embedder = open_embedder(f"transformers:{minilm()}", book.subject.tokenizer)
+    asked, _ = embedder(*map(torch.from_numpy, _padded(questions, book.subject.tokenizer)))
+    _, told = embedder(torch.from_numpy(book.chunks), torch.from_numpy(book.lengths))
+    return (asked @ told.T).argmax(1)
+
+
+def _of_the_facts(book: Book, questions: list[str]) -> Any:
+    """The chunks in which what is asked for begins: what the model answers where nothing is to be found."""
+    before = [book.text[: book.text.index(fact)] for fact, *_ in FACTS]
+    return (
+        np.array([len(tokenize([text], book.subject.tokenizer)) for text in before])
+        // book.subject.chunk_size
+    )
 
 
 def _write_book(path: Path, length: int, tokenizer: Any) -> int:
@@ -155,7 +268,16 @@ def _paragraphs() -> Iterator[str]:
         yield from (text for text in read_text(book).split("\n\n") if text.strip())
 
 
-PARTS = {"answers": answers}
+# the passages before a question: what it looks at, or chunks that are found otherwise and those beside them
+FOCUS = "of the focus"
+QUOTED: dict[str, Search | None] = {
+    FOCUS: None,
+    "that BM25 finds": _by_bm25,
+    "that MiniLM finds": _by_minilm,
+    "none": None,
+    "of the fact": _of_the_facts,
+}
+PARTS = {"answers": answers, "all heads": all_heads}
 
 
 def main() -> None:

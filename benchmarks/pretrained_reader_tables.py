@@ -17,10 +17,20 @@ def summary() -> str:
     """What it gives back untrained, and what the reader completes: for those who have read nothing else yet."""
     parts = {name: part["results"] for name, part in record("pretrained_reader").items()}
     reader, focus = parts["reader"], parts["focus"]
-    asked = record("pretrained_answers")["answers"]["results"]["rows"]
-    answered = " and ".join(f"{_right(x)} in {x['tokens']:,} tokens" for x in asked if x["quoted"] == _FOCUS)
-    without = max(x["correct"] for x in asked if x["quoted"] == "none")
-    of_words = " and ".join(str(x["correct"]) for x in asked if x["quoted"] == "of BM25")
+    answers = record("pretrained_answers")
+    asked = answers["answers"]["results"]["rows"]
+    in_words = [row for row in answers["all heads"]["results"]["rows"] if row["wording"] == _WORDINGS[0]]
+    *first, last = (f"{_right(x)} in {x['tokens']:,}" for x in in_words)
+    answered = f"{', '.join(first)} and {last} tokens" if first else f"{last} tokens"
+    shortest = min(row["tokens"] for row in asked)
+    right = {(x["wording"], x["quoted"]): x["correct"] for x in asked if x["tokens"] == shortest}
+    found = {(x["wording"], x["quoted"]): x["found"] for x in asked if x["tokens"] == shortest}
+    count, others = asked[0]["questions"], _WORDINGS[1]
+    (of_all,) = (
+        row["found"]
+        for row in answers["all heads"]["results"]["rows"]
+        if (row["tokens"], row["wording"]) == (shortest, others)
+    )
     untrained = record("pretrained_hils")["losses"]["results"]
     rows = untrained["rows"]
     (row,) = (x for x in rows if (x["kind"], x["length"], x["chunks"]) == ("LaTeX", 4096, rows[0]["chunks"]))
@@ -32,8 +42,12 @@ def summary() -> str:
         f"{between('closed', '.2f').format(**row)} of what a window of {untrained['window']} loses to full "
         f"attention on LaTeX at {row['length']:,} tokens ({row['texts']} held-out texts). With `--far-layers 7 "
         "reading=windows` it reads a long text at one speed, and `trailmark chat` puts what a question looks at before "
-        f"it: asked, **untrained**, for facts of any kind in a book, it answers {answered}; with what BM25 "
-        f"finds in its place {of_words}, without either at most {without} "
+        f"it: asked, **untrained**, in the words of the text for facts of any kind in a book, it answers {answered} "
+        f"(in {shortest:,} tokens {right[_WORDINGS[0], _BM25]} with what BM25 finds, {right[_WORDINGS[0], 'none']} "
+        f"without). Of the same facts asked for *in other words* its look finds {of_all} of {count} there, "
+        f"with `--focus-heads 1` {found[others, _FOCUS]}, BM25 {found[others, _BM25]} and an encoder of sentences "
+        f"{found[others, _MINILM]}; it answers {right[others, _FOCUS]}, without passages "
+        f"{right[others, 'none']}, and {right[others, _OWN]} where the right one is put there "
         "([how](docs/convert.md#passages-before-a-question)).\n\n"
         "A sentence with a number hides in a book and is to be completed, or was told *in other words* than those of "
         "its training and is asked for in a line or through the chat template, all without such passages; right "
@@ -51,14 +65,24 @@ def summary() -> str:
 
 def answers_text() -> str:
     """Facts of any kind, and what an untaught conversion says when it is asked for them."""
-    found = record("pretrained_answers")["answers"]
-    rows = found["results"]["rows"]
+    parts = record("pretrained_answers")
+    found = parts["answers"]
+    rows = [row | {"by": ""} for row in found["results"]["rows"]]
+    for row in rows:
+        row["by"] = ", with one focus head" if row["quoted"] == _FOCUS else ""
+    rows += [row | {"by": ", all heads alike"} for row in parts["all heads"]["results"]["rows"]]
+    rows.sort(key=lambda row: (row["tokens"], _WORDINGS.index(row["wording"])))
     columns: Columns = {
         "tokens": "{tokens:,}",
-        "passages before the question": "{quoted}",
+        "asked in": "{wording}",
+        "passages before the question": "{quoted}{by}",
+        "found": "{found} of {questions}",
+        "right": RIGHT,
     }
-    columns |= {"questions": "{questions}", "right": RIGHT}
-    longest = max((row for row in rows if row["quoted"] == _FOCUS), key=lambda row: row["tokens"])
+    others = [
+        row for row in found["results"]["rows"] if (row["wording"], row["quoted"]) == (_WORDINGS[1], _FOCUS)
+    ]
+    longest = max(others, key=lambda row: row["tokens"])
     said: Columns = {
         "asked": "{asked}",
         "answered": lambda row: " ".join(row["said"].split()),
@@ -69,8 +93,9 @@ def answers_text() -> str:
         for asked, one, right in zip(longest["asked"], longest["said"], longest["right"], strict=True)
     ]
     text = (
-        f"{table(columns, rows)}\n\nWhat it said of the book of {longest['tokens']:,} tokens, of at most "
-        f"{found['results']['answer_tokens']} tokens an answer:\n\n{table(said, each)}"
+        f"{table(columns, rows)}\n\n*Found*: the passages hold the sentence. What it said of the book of "
+        f"{longest['tokens']:,} tokens, asked in other words, of at most {found['results']['answer_tokens']} tokens an "
+        f"answer:\n\n{table(said, each)}"
     )
     return on_machine(text, found["environment"])
 
@@ -161,7 +186,8 @@ def _shares_text(found: Row) -> str:
     )
 
 
-_FOCUS = "of the focus"
+_FOCUS, _BM25, _MINILM, _OWN = "of the focus", "that BM25 finds", "that MiniLM finds", "of the fact"
+_WORDINGS = "words of the text", "other words"
 _WORDS = {"sentences": "by one sentence", "paraphrases": "in one of eight ways"}
 _RIGHT: Columns = {
     "tokens": "{length:,}",
