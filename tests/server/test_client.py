@@ -72,6 +72,12 @@ def test_passages_of_a_focus_stand_before_the_last_question(
     # what stands there is read as any prompt, and counted
     assert quoted[1] == asked([("user", f"{text}\n\n{question[1]}")], quotes=False)[1] > plain[1]
     assert asked([*earlier, question, ("assistant", "There.")])[0] == []  # it is no question
+    assert asked([*earlier, ("user", "  ")])[0] == []
+    # what is stored is what was said; places that were found in the book are known to the next state of the memory
+    assert asked([question], store=True)[0] == passages
+    (said,) = (path for path in (live.folder / "quoted" / "texts").iterdir() if path.name != "book.txt")
+    assert said.read_text().startswith(f"user: {question[1]}\nassistant: ")
+    assert asked([question])[0][0][1] is not None
 
 
 def test_a_conversation_begins_anew(
