@@ -67,9 +67,8 @@ def answers_text() -> str:
     """Facts of any kind, and what an untaught conversion says when it is asked for them."""
     parts = record("pretrained_answers")
     found = parts["answers"]
-    rows = [row | {"by": ""} for row in found["results"]["rows"]]
-    for row in rows:
-        row["by"] = ", with one focus head" if row["quoted"] == _FOCUS else ""
+    own = found["results"]["rows"]
+    rows = [row | {"by": ", with one focus head" if row["quoted"] == _FOCUS else ""} for row in own]
     rows += [row | {"by": ", all heads alike"} for row in parts["all heads"]["results"]["rows"]]
     rows.sort(key=lambda row: (row["tokens"], _WORDINGS.index(row["wording"])))
     columns: Columns = {
@@ -79,9 +78,7 @@ def answers_text() -> str:
         "found": "{found} of {questions}",
         "right": RIGHT,
     }
-    others = [
-        row for row in found["results"]["rows"] if (row["wording"], row["quoted"]) == (_WORDINGS[1], _FOCUS)
-    ]
+    others = [row for row in own if (row["wording"], row["quoted"]) == (_WORDINGS[1], _FOCUS)]
     longest = max(others, key=lambda row: row["tokens"])
     said: Columns = {
         "asked": "{asked}",

@@ -18,7 +18,7 @@ from trailmark import pretrained
 from trailmark.data.chat import beginning
 from trailmark.data.corpus import standard_library_texts, tokenize
 from trailmark.data.draws import Draws
-from trailmark.evaluation.far_layers import opened
+from trailmark.evaluation.far_layers import opened, read
 from trailmark.models.conversion.base import ARGUMENT, Base
 
 TEXTS = 2
@@ -116,9 +116,7 @@ def measure_focus_heads(
     right = np.zeros((len(base.windows), groups))
     for number, (ids, spans) in enumerate(laid):
         with torch.no_grad():
-            model.set_attn_implementation("sdpa")
-            past = model(torch.from_numpy(ids)[None], use_cache=True, logits_to_keep=1).past_key_values
-            model.set_attn_implementation("eager")  # which gives its weights
+            past = read(model, torch.from_numpy(ids)[None])
             for asked, question in enumerate(questions):
                 out = model(
                     torch.from_numpy(question)[None],

@@ -54,9 +54,7 @@ class Sight(NamedTuple):
 
     def with_chunks(self, grid: Grid, known: Integers) -> Sight:
         """The same windows, and of each row the first ``known`` [B] chunks as candidates, those in sight too."""
-        return self._replace(
-            candidates=np.where(grid.chunk >= 0, known[:, None], np.zeros_like(self.candidates))
-        )
+        return self._replace(candidates=np.where(grid.chunk >= 0, known[:, None], 0))
 
     @classmethod
     def of_windows(cls, grid: Grid, window: int, step: Step | None = None) -> Sight:
