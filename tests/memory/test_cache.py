@@ -57,7 +57,7 @@ def carried(cache: ChunkCache) -> list[Tensor]:
     found: list[Any] = [state.num_tokens, state.num_positions, state.phases, state.memory.chunks]
     found += [x for span in state.spans for x in span]
     found += [x for layer in state.layers for x in (layer.keys, layer.values)]
-    found += [x for got in state.pending if got is not None for x in got]
+    found += [x for got in state.pending if got is not None for x in got if not isinstance(x, dict)]
     found += [state.open_states, *(() if state.deferred is None else state.deferred)]
     if (most := int(state.memory.chunks.max())) > 0:
         here = np.arange(most) + np.zeros((len(state.num_tokens), 1), int)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from trailmark.memory.cell import Cell
 from trailmark.memory.chunks import MemorySize
 from trailmark.memory.tables import Booleans, Integers
 from trailmark.memory.window import Span, Window
+from trailmark.ops import ReadAgain
 
 
 class Retrieved(NamedTuple):
@@ -25,6 +27,7 @@ class Retrieved(NamedTuple):
     v: Tensor
     slots: Tensor  # [B, 1, K] where each chunk stands in k and v; -1: nothing
     short: Tensor | None  # [B, K] the lengths, if some chunk may have fewer keys than S
+    again: defaultdict[int, ReadAgain]  # what calls share, by the set of heads that they read
 
     @classmethod
     def of(
@@ -37,7 +40,8 @@ class Retrieved(NamedTuple):
             given = torch.from_numpy(lengths).to(k.device) if short else None
             if weights.is_inference():
                 weights = weights.clone()
-            return cls(indices, lengths, weights, _head_major(k), _head_major(v), slots, given)
+            k, v = _head_major(k), _head_major(v)
+            return cls(indices, lengths, weights, k, v, slots, given, defaultdict(ReadAgain))
 
     def replaced(self, rows: Booleans, new: Retrieved) -> Retrieved:
         """With what is new for the rows [B] that are True."""

@@ -102,7 +102,7 @@ class WindowCall:
     ) -> None:
         self.start = np.where(first == span.end, span.start, first)
         self.first, self.counts, self.width = first, counts, width
-        self._seen = span.end
+        self._span = span
         self.window, self.device, self.sinks = window, device, sinks
         self._staged: dict[int, Window] = {}
         self._layers: list[Window] = []
@@ -148,6 +148,11 @@ class WindowCall:
         """[1 or B] number of the first new position of each row, or of all."""
         first = self.first[:1] if (self.first == self.first[0]).all() else self.first
         return torch.from_numpy(first).to(self.device)
+
+    def goes_on(self, span: Span, window: int | None, sinks: int) -> bool:
+        """Whether layers that have seen ``span`` through a window like this are where those of this call are."""
+        same = self.window == window and self.sinks == sinks
+        return same and all((a == b).all() for a, b in zip(self._span, span, strict=True))
 
     def stands_as(self, other: WindowCall) -> bool:
         """Whether the new positions are the same."""
@@ -271,7 +276,7 @@ class WindowCall:
         if not self._begins:
             return held
         number = np.arange(self.sinks)
-        is_new = number >= np.maximum(self.first, self._seen)[:, None]
+        is_new = number >= np.maximum(self.first, self._span.end)[:, None]
         is_new &= number < (self.first + self.counts)[:, None]
         place = np.where(is_new, self.sinks + number - self.first[:, None], number)
         B, J, _, D = ring.shape
@@ -335,9 +340,20 @@ class WindowCall:
             slots,
         )
 
+    @cached_property
+    def _places_of_slots(self) -> Tensor | None:
+        """[slots] where in the joined keys stands what each slot gets, the same in all rows; None: some get nothing."""
+        slot, place, slots = self._kept
+        if len(slot) > 1 or slot.shape[1] < slots or bool((slot < 0).any()):
+            return None
+        return torch.empty_like(place[0]).index_copy_(0, slot[0], place[0])
+
     def _ring(self, old: Tensor, joined: Tensor) -> Tensor:
         slot, place, slots = self._kept
         B, J, _, D = joined.shape
+        if self._places_of_slots is not None and not self.sinks:
+            with torch.inference_mode(False):
+                return joined.index_select(2, self._places_of_slots)
         with torch.inference_mode(False):
             ring = joined.new_zeros(B, J, self.sinks + slots, D)
         if self.window is None:  # what was held before is in its place already

@@ -80,17 +80,17 @@ class Step:
         """
         counts = np.zeros_like(self.end) + grid.counted
         window = self._windows.get(stage, self.config.sliding_window)
-        call = WindowCall(
-            self.before.spans[stage],
-            self.end - counts,
-            counts,
-            grid.num_counted,
-            window,
-            x.device,
-            0 if window is None else self.config.num_sinks,
-        )
+        sinks = 0 if window is None else self.config.num_sinks
+        span, known = self.before.spans[stage], None
+        if self._placed is not None and windows is None:
+            other, place = self._placed
+            assert place.call is not None
+            goes_on = place.call.device == x.device and place.call.goes_on(span, window, sinks)
+            if grid is other and place.windows is None and goes_on:
+                self._calls[stage] = place.call  # as in decoding, where one stage saw what the other did
+                return place
+        call = WindowCall(span, self.end - counts, counts, grid.num_counted, window, x.device, sinks)
         self._calls[stage] = call
-        known = None
         if self._placed is not None:
             other, place = self._placed
             assert place.call is not None

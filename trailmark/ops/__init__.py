@@ -6,6 +6,7 @@ from trailmark.ops.chunk_weights import weigh_chunks
 from trailmark.ops.chunked_cross_attention import chunked_cross_attention
 from trailmark.ops.divergence import selection_divergence, token_divergence
 from trailmark.ops.gca.api import grouped_cross_attention
+from trailmark.ops.gca.one_reader import ReadAgain
 from trailmark.ops.landmark.api import landmark_attention
 from trailmark.ops.landmark.layout import LandmarkLayout
 from trailmark.ops.landmark.selection import select_by_landmarks
@@ -21,6 +22,7 @@ from trailmark.ops.window.api import alibi_slopes, sliding_window_attention
 __all__ = [
     "ChunkSelection",
     "LandmarkLayout",
+    "ReadAgain",
     "alibi_slopes",
     "attention_mass",
     "block_attention",

@@ -25,8 +25,8 @@ from tests.budgets import (
     values_and_gradients,
 )
 from tests.ops.memory_use import bytes_saved
-from trailmark.ops import grouped_cross_attention
-from trailmark.ops.gca import rows, torch_path
+from trailmark.ops import ReadAgain, grouped_cross_attention
+from trailmark.ops.gca import one_reader, rows, torch_path
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,43 @@ def test_one_chunk_without_gradients_reads_what_exists_as_the_oracle_does(
         read.scatter_(1, chosen.flatten(1), True)
         k, v = (x.masked_fill(~read[:, :-1, None, None, None], torch.nan) for x in (k, v))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_path, "_GATHERED", torch_path._GATHERED if small else 0)
+        patch.setattr(one_reader, "_GATHERED", one_reader._GATHERED if small else 0)
         assert_same_in_float64(gca(q, k, v, weights, *beside, **rest, implementation="torch"), oracle)
+
+
+@settings(max_examples=80)
+@given(cases(4), st.integers(1, 3))
+@example(Case(R=1, K=3, M=3, with_lengths=True), 2)
+@example(Case(K=3, M=5, per_head=True, per_query_head=True), 1)
+@example(Case(K=3, M=5, per_head=True, with_lengths=True, beside=True), 1)
+@example(Case(K=2, M=2, with_lengths=True, off_by_one=False), 1)
+@torch.no_grad()
+def test_calls_that_share_what_they_read_need_it_once(case: Case, positions: int) -> None:
+    (q, k, v, weights, *beside), rest = replace(case, N=1).make()
+    again = ReadAgain()
+    first = gca(q, k, v, weights, *beside, **rest, again=again)
+    assert_same_in_float64(first, gca(q, k, v, weights, *beside, **rest, implementation="reference"))
+    more = [torch.randn(len(q), 1, positions, *x.shape[3:], dtype=x.dtype) for x in (q, *beside)]
+    oracle = gca(more[0], k, v, weights, *more[1:], **rest, implementation="reference")
+    if again.serves(more[0]):  # nothing else is looked at
+        k, v, weights = (x * torch.nan for x in (k, v, weights))
+    assert_same_in_float64(gca(more[0], k, v, weights, *more[1:], **rest, again=again), oracle)
+
+
+@torch.no_grad()
+def test_what_was_made_ready_serves_such_queries_alone() -> None:
+    """Not other dtypes, nor whole chunks, nor calls with gradients: these look at their arguments."""
+    (q, k, v, weights), rest = Case(N=1, R=1, K=3).make()
+    again = ReadAgain()
+    gca(q, k, v, weights, **rest, again=again)
+    assert again.serves(q)
+    assert not again.serves(q.float())
+    assert not again.serves(q.expand(-1, 2, -1, -1, -1))
+    assert not again.serves(q.expand(-1, -1, rows.FEW_ROWS, -1, -1))
+    with torch.enable_grad():
+        assert not again.serves(q)
+        other = gca(q.requires_grad_(), 2 * k, v, weights, **rest, again=again)
+        assert_same_in_float64(other, gca(q, 2 * k, v, weights, **rest, implementation="reference"))
 
 
 def _of_weights(indices: Tensor, weights: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ The chunks lie in a whole text or in a memory: two places, behind one interface.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import defaultdict
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from trailmark.models.embedding import Given, Vectors, as_selection, expect_earl
 from trailmark.models.grid import Grid, Integers, lay_out
 from trailmark.models.layered import Chunks
 from trailmark.models.step import Step
-from trailmark.ops import ChunkSelection, fold_seed, random_chunks
+from trailmark.ops import ChunkSelection, ReadAgain, fold_seed, random_chunks
 
 
 class Reading(NamedTuple):
@@ -39,12 +40,16 @@ class Reading(NamedTuple):
     indices: Tensor  # [B, N, K] into the table
     weights: Tensor  # [B, N, K]
     lengths: Tensor | None  # [B, M]; None: all S
+    again: defaultdict[int, ReadAgain] | None = (
+        None  # of chunks that later calls read too; None: no call does
+    )
+    number: int = 0  # of the set of heads
 
 
 def of_set(reading: Reading, number: int, heads: int) -> Reading:
     """Of keys and values of several sets of J heads, those of one."""
     own = slice(number * heads, (number + 1) * heads)
-    return reading._replace(k=reading.k[..., own, :], v=reading.v[..., own, :])
+    return reading._replace(k=reading.k[..., own, :], v=reading.v[..., own, :], number=number)
 
 
 class DRTChunks(Chunks):
@@ -236,9 +241,8 @@ class MemoryChunks(DRTChunks):
         """What the open chunk reads: fetched already."""
         if pending is None:
             return ()
-        return Reading(
-            self.grid, pending.k, pending.v, pending.slots, pending.weights[:, None], pending.short
-        )
+        weights = pending.weights[:, None]
+        return Reading(self.grid, pending.k, pending.v, pending.slots, weights, pending.short, pending.again)
 
 
 def with_vectors(config: DRTConfig, entries: MemoryEntries, vectors: Vectors | None) -> MemoryEntries:

@@ -44,7 +44,7 @@ from trailmark.models.layers import (
     rotate,
 )
 from trailmark.models.step import Step
-from trailmark.ops import grouped_cross_attention
+from trailmark.ops import ReadAgain, grouped_cross_attention
 
 
 def _retrieval_projection(config: DRTConfig) -> nn.Module:
@@ -118,7 +118,8 @@ class DRTLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: DRTConfig) -> None:
         super().__init__()
-        self.head_dim, self.residual_gca = config.head_dim, config.residual_gca
+        self.num_heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.residual_gca = config.residual_gca
         self.softmax_off_by_one = config.softmax_off_by_one
         self.implementation = config.gca_implementation or config.implementation
         self.beside_window, self.window = config.virtual_key == "window", config.sliding_window
@@ -162,7 +163,7 @@ class DRTLayer(GradientCheckpointingLayer):
     def read(self, x: Tensor, *reading: Any) -> Tensor:
         """What positions x [B, P, E] read of the chunks of a Reading, by queries of their own, [B, P, E]."""
         q = self.gca_q_proj(reading[0].rows(self.gca_norm(x)))
-        return self._attend_to_chunks(q.unflatten(-1, (-1, self.head_dim)), None, *reading)
+        return self._attend_to_chunks(q, None, *reading)
 
     def _attend_to_chunks(
         self,
@@ -174,18 +175,20 @@ class DRTLayer(GradientCheckpointingLayer):
         indices: Tensor,
         weights: Tensor,
         lengths: Any,
+        again: Mapping[int, ReadAgain] | None = None,
+        number: int = 0,
     ) -> Tensor:
         """What positions read of the chunks of a Reading, [B, P, E].
 
         Args:
-            q: [B, N * R, H, D] of the rows of the chunks that read. beside: [B, N * R, H, D] what they had from
-                elsewhere, and [B, N * R, H] its log-sum-exp.
+            q: [B, N * R, H, D], or [B, N * R, H * D], of the rows of the chunks that read.
+            beside: [B, N * R, H, D] what they had from elsewhere, and [B, N * R, H] its log-sum-exp.
         """
         chunks = grid.num_chunks, grid.rows_per_chunk
         if beside is not None:  # chunks of equal weight count once each, as the window's keys do
             weights = weights * (indices >= 0).sum(-1, keepdim=True)
         read = grouped_cross_attention(
-            q.unflatten(1, chunks),
+            q.reshape(len(q), *chunks, self.num_heads, self.head_dim),
             k,
             v,
             indices,
@@ -196,8 +199,10 @@ class DRTLayer(GradientCheckpointingLayer):
             beside=None
             if beside is None
             else (beside[0].unflatten(1, chunks), beside[1].unflatten(1, chunks)),
+            again=None if again is None else again[number],
         )
-        out: Tensor = self.gca_o_proj(grid.positions(read.flatten(1, 2).flatten(2)))
+        rows = len(q), chunks[0] * chunks[1], self.num_heads * self.head_dim
+        out: Tensor = self.gca_o_proj(grid.positions(read.reshape(rows)))
         return out
 
 

@@ -26,8 +26,9 @@ from trailmark.ops.arguments import (
     without_autocast,
 )
 from trailmark.ops.calls import spelled_out
-from trailmark.ops.gca import torch_path
+from trailmark.ops.gca import one_reader, torch_path
 from trailmark.ops.gca.call import CrossAttentionCall
+from trailmark.ops.gca.one_reader import OneReader, ReadAgain
 
 
 @without_autocast
@@ -42,6 +43,7 @@ def grouped_cross_attention(
     scale: float | None = None,
     implementation: str | None = None,
     beside: tuple[Tensor, Tensor] | None = None,
+    again: ReadAgain | None = None,
 ) -> Tensor:
     r"""Attend to the retrieved chunks: softmax within each, weighted sum over them.
 
@@ -86,6 +88,9 @@ def grouped_cross_attention(
             the same for q, k and v; D <= 256). None: "triton" on CUDA where it supports the input, else "torch".
         beside: ([B, N, R, H, D], [B, N, R, H]), see above; its log-sum-exp -inf where it saw nothing. It takes the
             virtual key's place, so ``softmax_off_by_one`` must be true.
+        again: what calls that differ in nothing but q and ``beside`` share, as decoding does inside a chunk. Hand one
+            new ``ReadAgain()`` to all of them: on a CPU, inside ``torch.no_grad()``, the first call with N = 1 makes it
+            ready, and those after it look at no other argument.
 
     Returns:
         [B, N, R, H, D] in the dtype of q; zeros where nothing is read.
@@ -94,6 +99,8 @@ def grouped_cross_attention(
         ValueError: for shapes that do not fit together, chunks that do not exist, or an implementation that
             cannot take the input.
     """
+    if again is not None and again.serves(q):
+        return again.read(q, beside)
     require_implementation(implementation, ("reference", "torch", "triton"))
     require(q.dim() == 5, "q", tuple(q.shape), "shape [B, N, R, H, D]")
     require(k.dim() == 5, "k", tuple(k.shape), "shape [B, M, S, J, D]")
@@ -155,8 +162,11 @@ def grouped_cross_attention(
         return _gca(*call, chosen, keep)[0].to(q.dtype)
     if keep:
         return _Eager.apply(*call, chosen).to(q.dtype)
-    if chosen == "torch" and torch_path.of_one_chunk(call):
-        return torch_path.read_by_one(call)
+    if chosen == "torch" and one_reader.takes(call):
+        reader = OneReader.of(call, is_kept=again is not None)
+        if again is not None:
+            again.reader = reader
+        return reader.read(q, beside)
     return _forward(call, chosen, False)[0].to(q.dtype)
 
 

@@ -9,7 +9,6 @@ are of 2: `exp2` is one vectorised pass, where `exp` may be three times slower (
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +30,6 @@ from trailmark.ops.slabs import in_slabs
 # Reading chunks are walked in slabs whose gathered keys, values and scores have about this many elements:
 # small enough for a core's caches, large enough to keep the GEMMs busy.
 _SLAB_ELEMENTS = 1 << 20
-_GATHERED = 1 << 18  # numbers in the keys that all rows gather at once; with more, slabs are faster
 
 
 def forward(call: CrossAttentionCall, keep: bool) -> tuple[Tensor, Tensor]:
@@ -149,91 +147,6 @@ def backward(
                 by_key = keys.baddbmm_(ds, query, beta=0, alpha=slabs.scale)
                 gradients.k.index_add_(0, numbers, by_key.view(-1, S * D))
     return gradients.of_inputs()
-
-
-def of_one_chunk(call: CrossAttentionCall) -> bool:
-    """Whether :func:`read_by_one` takes the call: one chunk reads in each row, with few positions, and not too much.
-
-    What a row chose has no part in it, so that it changes nothing in how others are computed.
-    """
-    (B, N, R, H, D), (M, S, J) = call.q.shape, call.k.shape[1:4]
-    K = call.indices.shape[-1]
-    if N != 1 or not B * M or call.q.device.type != "cpu":  # a look at values would wait for another device
-        return False
-    # what decoding has fetched is a table of its own, in which nothing has to be gathered
-    own_table = K == M and (B == 1 or call.k.stride(0) > 0)
-    return H // J * R <= FEW_ROWS and (own_table or B * J * K * S * D <= _GATHERED)
-
-
-class _Read(NamedTuple):
-    """What one chunk reads in each row."""
-
-    keys: Tensor  # [B * J, K * S, D]
-    values: Tensor
-    weight: Tensor  # [B, J, g or 1, K]
-    absent: Tensor | None  # bool [B * J, 1, K, S]: keys that do not exist; None: all do
-
-
-def _what_one_reads(call: CrossAttentionCall, dtype: torch.dtype) -> _Read:
-    """In ``dtype``. Nothing that is absent has an effect, not even as NaN."""
-    k, v, indices, weights, lengths = call.k, call.v, call.indices, call.weights, call.lengths
-    B, M, S, J, D = k.shape
-    K, chosen = indices.shape[-1], indices[:, 0]  # [B, J, K]
-    weight = weights.view(B, J, weights.shape[2] // J, K).to(dtype)
-    present = None if lengths is None else lengths[:, None]  # [B, J or 1, K] keys of each chunk; None: all S
-    nothing = None if call.beside is None else (weight == 0).all(2)  # [B, J, K] what is not read; None: none
-    order, read = torch.arange(K), chosen
-    if int(chosen.min()) < 0:
-        missing = chosen < 0
-        read = order.where(missing, chosen)
-        nothing = missing if nothing is None else nothing | missing
-    if K == M and torch.equal(read, order.expand_as(read)):  # in order, maybe with gaps
-        keys, values = (x.permute(0, 3, 1, 2, 4) for x in (k, v))  # [B, J, K, S, D]
-    else:
-        row, at, head = torch.arange(B)[:, None, None], chosen.clamp(min=0), torch.arange(J)[:, None]
-        keys, values = (x[row, at, :, head] for x in (k, v))
-        present = None if lengths is None else lengths[row, at]
-    # no copies, if each head's keys stand side by side
-    keys, values = (x.to(dtype).reshape(B * J, K * S, D) for x in (keys, values))
-    if nothing is not None and bool(nothing.any()):
-        present = (torch.full_like(chosen, S) if present is None else present).masked_fill(nothing, 0)
-        weight = weight.masked_fill(nothing[:, :, None], 0)
-    if present is None or not bool((present < S).any()):
-        return _Read(keys, values, weight, None)
-    absent = (torch.arange(S) >= present.expand(B, J, K)[..., None]).reshape(B * J, 1, K, S)
-    keys, values = (x.masked_fill(absent.view(B * J, K * S, 1), 0) for x in (keys, values))
-    return _Read(keys, values, weight, absent)
-
-
-def read_by_one(call: CrossAttentionCall) -> Tensor:
-    """Decoding, without the detours of slabs, where nothing is kept for a backward."""
-    q, beside, beside_lse = call.q, call.beside, call.beside_lse
-    (B, _, R, H, D), (S, J), K = q.shape, call.k.shape[2:4], call.indices.shape[-1]
-    dtype = call.dtype
-    keys, values, weight, absent = _what_one_reads(call, dtype)
-    folded = q.view(B, R, J, H // J, D).permute(0, 2, 3, 1, 4).reshape(B * J, -1, D).to(dtype)
-    scores = torch.bmm(folded * call.scale, keys.transpose(1, 2)).view(B * J, -1, K, S)
-    if absent is not None:
-        scores.masked_fill_(absent, -torch.inf)
-    if weight.shape[2] > 1:  # of each query head
-        weight = weight.repeat_interleave(R, dim=2)
-    weight = weight.reshape(B * J, -1, K, 1)
-    if beside_lse is not None:
-        null = beside_lse.view(B, R, J, H // J).permute(0, 2, 3, 1).reshape(B * J, -1, 1).to(dtype)
-        counted = scores.add_(weight.log()).flatten(2)
-        weighted = torch.cat([counted, null], dim=-1).softmax(-1)[..., :-1].view_as(scores)
-    elif call.off_by_one:  # a virtual key with score 0 and value 0 (Eq. 3)
-        weighted = torch.nn.functional.pad(scores, (0, 1)).softmax(-1)[..., :-1] * weight
-    else:
-        probabilities = scores.softmax(-1)
-        if absent is not None:
-            probabilities = probabilities.masked_fill(absent, 0)  # NaN in chunks without keys
-        weighted = probabilities * weight
-    out = torch.bmm(weighted.flatten(2), values)
-    if beside is not None:
-        own = beside.view(B, R, J, H // J, D).permute(0, 2, 3, 1, 4).reshape(out.shape).to(dtype)
-        out.addcmul_(weighted.sum((2, 3))[..., None], own, value=-1)
-    return out.view(B, J, H // J, R, D).permute(0, 3, 1, 2, 4).reshape(B, 1, R, H, D).to(q.dtype)
 
 
 class _Slabs(Rows):
