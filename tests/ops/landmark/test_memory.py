@@ -92,9 +92,15 @@ def test_a_unit_without_chunks_reads_nothing() -> None:
     assert lse[0, 0].isfinite().all()
 
 
-@given(chunks=st.integers(0, 3), tail=st.integers(1, 4), groups=st.integers(1, 2), seed=st.integers(0, 2**31))
+@given(
+    chunks=st.integers(0, 3),
+    tail=st.integers(1, 4),
+    room=st.integers(0, 11),
+    groups=st.integers(1, 2),
+    seed=st.integers(0, 2**31),
+)
 def test_one_query_that_turns_is_landmark_attention_over_turned_keys(
-    chunks: int, tail: int, groups: int, seed: int
+    chunks: int, tail: int, room: int, groups: int, seed: int
 ) -> None:
     S, J, D, B = 4, 2, 6, 2
     n = chunks * (S + 1) + tail
@@ -105,7 +111,9 @@ def test_one_query_that_turns_is_landmark_attention_over_turned_keys(
     begins = torch.arange(chunks + 1) * (S + 1)
     angle = begins[:, None] * frequency  # of each chunk's beginning
     turns = torch.polar(torch.ones_like(angle), angle)
-    ours, lse = landmark_attention_of_one(q, keys, values, turns.conj()[:, None], S)
+    more = torch.full((B, room, J, D), 1e30, dtype=torch.float64)  # slots that hold nothing yet
+    slots = (torch.cat([x, more], 1).transpose(1, 2) for x in (keys, values))
+    ours, lse = landmark_attention_of_one(q, *slots, turns.conj()[:, None], S, n)
     pairs = torch.view_as_complex(keys.unflatten(-1, (-1, 2)))
     of_place = turns[torch.arange(n) // (S + 1)][:, None]  # [n, 1, D / 2]
     turned = torch.view_as_real(pairs * of_place).flatten(-2)

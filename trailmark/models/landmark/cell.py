@@ -102,7 +102,7 @@ class CellStep:
     # --- keys and values -----------------------------------------------------------------------------------
 
     def append(self, number: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys before RoPE and values [B, P, J, D] of a layer's new positions -> all of its cell, [B, n, J, D].
+        """Keys before RoPE and values [B, P, J, D] of a layer's new positions -> all slots of its cell, [B, J, N, D].
 
         Keys are kept, and come, turned by their place in their chunk, as the memory will have them.
         """
@@ -122,7 +122,7 @@ class CellStep:
                 row, at = torch.from_numpy(b), torch.from_numpy(self.places[b, i])
                 ring[row, :, at] = new[row, torch.from_numpy(i)]
         self._staged[number] = held
-        return tuple(x[:, :, : self.width].transpose(1, 2) for x in (held.keys, held.values))  # type: ignore[return-value]
+        return held.keys, held.values
 
     def _longer(self, held: Window, k: Tensor) -> Window:
         """Room for a cell, or for half as much again as there was."""
@@ -142,7 +142,8 @@ class CellStep:
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, P, H, D], turned by ``query_rotary``, and what ``append`` gave: output and lse [B, P, H]."""
         if self._single:
-            return landmark_attention_of_one(q, keys, values, self._back, self.config.chunk_size)
+            return landmark_attention_of_one(q, keys, values, self._back, self.config.chunk_size, self.width)
+        keys, values = (x[:, :, : self.width].transpose(1, 2) for x in (keys, values))
         keys = rotate(keys, self.chunk_rotary)
         name = self.config.implementation
         out = landmark_attention(q, keys, values, self.layout, implementation=name, return_lse=True)

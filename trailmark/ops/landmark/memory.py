@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trailmark.ops.arguments import arithmetic_dtype
@@ -63,41 +64,37 @@ def landmark_memory_attention(
 
 
 def landmark_attention_of_one(
-    q: Tensor, keys: Tensor, values: Tensor, turns: Tensor, chunk_size: int
+    q: Tensor, keys: Tensor, values: Tensor, turns: Tensor, chunk_size: int, count: int
 ) -> tuple[Tensor, Tensor]:
     """:func:`trailmark.ops.landmark_attention` of one query a row, the last position: it turns instead of the keys.
 
     Args:
         q: [B, 1, H, D], turned by its place.
-        keys, values: [B, n, J, D] of whole chunks, S + 1 positions each with the landmark last, and of the open chunk
-            that the query is in; keys are turned by their place in their chunk.
-        turns: complex [C + 1, 1, D / 2]: turns q back by the beginning of each of the chunks.
+        keys, values: [B, J, N, D] slots, of which the first ``count`` hold whole chunks, S + 1 positions each with the
+            landmark last, and then the open chunk that the query is in; keys are turned by their place in their chunk.
+            Where N is a number of whole chunks and the rows lie without gaps, keys need no copy.
+        turns: complex [C + 1, 1, D / 2]: turns q back by the beginning of each of these C + 1 chunks.
 
     Returns:
         The output [B, 1, H, D] in the dtype of q, and the log-sum-exp [B, 1, H] of its group, float32 or wider.
     """
-    L = chunk_size + 1
-    B, n, J, D = keys.shape
-    C = n // L  # closed chunks
+    L, C = chunk_size + 1, len(turns) - 1
+    B, J, N, D = keys.shape
     dtype = arithmetic_dtype(q, keys, values)
-    keys, values = (x.transpose(1, 2).to(dtype) for x in (keys, values))  # [B, J, n, D]
-    pairs = torch.view_as_complex(q.to(dtype).reshape(B, J, 1, -1, D // 2, 2))
-    turned = torch.view_as_real(pairs * turns).flatten(-2)  # [B, J, C + 1, g, D]
-    g = turned.shape[3]
-    scores = (turned.flatten(2, 3) @ keys.mT).mul_(D**-0.5).unflatten(2, (C + 1, g))
-    own = scores[:, :, C, :, C * L :]  # [B, J, g, t]
-    gates = log_sum_exp(own, -1)
-    weights = scores.new_zeros(B, J, g, n)
-    if C:
-        # each chunk's keys by the query that was turned to it
-        far = scores[..., : C * L].unflatten(-1, (C, L)).diagonal(dim1=2, dim2=4).mT  # [B, J, g, C, L]
-        gates = torch.cat([far[..., -1], gates], -1)
-    lse = log_sum_exp(gates, -1) if C else gates  # [B, J, g, 1]
-    torch.sub(own, lse, out=weights[..., C * L :]).exp_()
-    if C:
-        inside = far[..., :-1].softmax(-1).mul_((gates[..., :-1] - lse).exp_()[..., None])
-        weights[..., : C * L].unflatten(-1, (C, L))[..., :-1].copy_(inside)
-    return (weights @ values).view(B, 1, -1, D).to(q.dtype), lse.view(B, 1, -1)
+    keys = F.pad(keys.to(dtype), (0, 0, 0, -N % L)).reshape(B * J, -1, L, D)
+    m = keys.shape[1]
+    pairs = torch.view_as_complex(q.to(dtype).reshape(B * J, 1, -1, D // 2, 2))
+    turned = torch.view_as_real(pairs * F.pad(turns, (0, 0, 0, 0, 0, m - C - 1)))
+    scores = torch.bmm(turned.view(B * J * m, -1, D), keys.view(-1, L, D).mT).mul_(D**-0.5)
+    scores = scores.view(B * J, m, -1, L)  # each chunk's keys by the query that was turned to it
+    far, own = scores[:, :C], scores[:, C, :, : count - C * L]  # [B J, C, g, L] and [B J, g, t]
+    # a softmax over the landmarks and the open chunk's tokens, and one inside each chunk whose landmark is among them
+    group = torch.cat([far[..., -1].mT, own], dim=-1)
+    shares = group.softmax(-1)
+    inside = far[..., :-1].softmax(-1) * shares[..., :C].mT[..., None]
+    weights = torch.cat([F.pad(inside, (0, 1)).transpose(1, 2).flatten(2), shares[..., C:]], dim=-1)
+    out = torch.bmm(weights, values[:, :, :count].to(dtype).flatten(0, 1))
+    return out.view(B, 1, -1, D).to(q.dtype), group.logsumexp(-1).view(B, 1, -1)
 
 
 def log_sum_exp(x: Tensor, dim: int) -> Tensor:
