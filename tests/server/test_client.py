@@ -33,12 +33,10 @@ def test_it_says_what_a_conversation_here_says(
     lines("Where is the river?\n")
     _, here, _ = command("chat", models[name], "--memory", memory, *options[2:])
     said, told = out.replace("\ufffd", ""), here.replace("\ufffd", "")
-    if (
-        name == "focus"
-    ):  # whose layers read for every token, of which a server counts the question's last piece too
+    if name == "focus":  # its layers read for every token; a server counts the question's last piece too
         said, told = (text.partition("  Read for this")[0] for text in (said, told))
     assert said == told
-    assert f"Read for this by group 2 of {2 if name == 'chat' else 3}:" in out
+    assert f"Read for this by {'group 2 of 2' if name == 'chat' else 'layer 2 of 3'}:" in out
     assert ("Put before the question:" in out) == (name == "focus")
 
 
@@ -78,6 +76,18 @@ def test_passages_of_a_focus_stand_before_the_last_question(
     (said,) = (path for path in (live.folder / "quoted" / "texts").iterdir() if path.name != "book.txt")
     assert said.read_text().startswith(f"user: {question[1]}\nassistant: ")
     assert asked([question])[0][0][1] is not None
+
+
+def test_a_document_that_changed_is_told(
+    live: Server, book: str, command: Command, lines: Callable[[str], None]
+) -> None:
+    live.append("changed", "book.txt", book, model="focus")
+    (live.folder / "changed" / "texts" / "book.txt").write_text(book.replace("e", "a"))
+    lines("Where is the river?\nWhere?\n")
+    code, out, _ = command("chat", "focus", "--url", live.url, "--memory", "changed", "--max-new-tokens", "2")
+    assert code == 0
+    assert out.count("Mind: 'book.txt' has changed since it was read;") == 1
+    assert "Put before the question:" not in out
 
 
 def test_a_conversation_begins_anew(

@@ -24,6 +24,7 @@ from trailmark.evaluation.chat import Conversation
 from trailmark.evaluation.generation import Sampling
 from trailmark.evaluation.subject import load
 from trailmark.memory import ChunkCache
+from trailmark.models import HiLSForCausalLM
 
 ASKED = [{"role": "user", "content": "Where is the river?"}]
 
@@ -201,6 +202,24 @@ def test_a_full_queue_and_a_deadline_are_told(models: dict[str, Path]) -> None:
         assert time.monotonic() - began < 60
         streams = []
         del streams
+
+
+def test_a_look_at_the_memory_knows_the_deadline(
+    models: dict[str, Path], book: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {"focus": models["focus"]}
+    with serving(few, memories=tmp_path / "memories", limits={"seconds": 0.2}) as made:
+        made.append("late", "book.txt", book)
+        focus = HiLSForCausalLM.focus
+
+        def slow(*args: Any) -> None:
+            time.sleep(0.6)
+            focus(*args)
+
+        monkeypatch.setattr(HiLSForCausalLM, "focus", slow)
+        with pytest.raises(openai.InternalServerError) as error:
+            made.openai.completions.create(model="focus+late", prompt="x", max_tokens=2)
+        assert (error.value.status_code, error.value.code) == (503, "timeout")
 
 
 def test_nothing_of_an_answer_waits_for_the_collector(live: Server, book: str) -> None:

@@ -209,7 +209,7 @@ class Conversation:
         """Why no passage of some files, or of any, is shown and put before a question."""
         if self._memory is not None and not self._full:
             return ["the memory does not name all that was read into it"]
-        return self._passages.troubles
+        return [f"{str(path)!r} {trouble}" for path, trouble in self._passages.troubles]
 
     def _placed(self, chunk: int, weight: float) -> ReadChunk:
         passages, tokens = tuple(self._passages.of(chunk)), self._chunks.tokens(chunk)

@@ -72,7 +72,6 @@ class RemoteConversation:
         self._body |= {} if quotes else {"quotes": False}
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.names: str | None = "group"
-        self.troubles: list[str] = []
         self.begin()
 
     def begin(self) -> None:
@@ -80,6 +79,7 @@ class RemoteConversation:
         self._messages = self._system
         self._retrieved: list[dict[str, Any]] = []
         self.quoted: list[Passage] = []
+        self.troubles: list[str] = []
 
     def ask(self, question: str) -> Generator[str, None, None]:
         """The answer, piece by piece as it comes. Who takes no more stops it, and may ask on.
@@ -99,6 +99,7 @@ class RemoteConversation:
                     if cited := choice.get("trailmark"):
                         self._retrieved = cited["retrieved"]
                         self.quoted = [_passage(found) for found in cited.get("quoted", ())]
+                        self.names, self.troubles = cited.get("read_by", "group"), cited.get("troubles", [])
                     if text:
                         yield text
         except (OSError, http.client.HTTPException) as error:

@@ -101,16 +101,19 @@ class Generation(Generic[Body]):
         """Have each prompt look at the memory, where its model focuses, and then be answered.
 
         Raises:
-            RequestError: a full queue.
+            RequestError: a full queue, or looks that took all of the request's time.
         """
         try:
-            caches = [await self._looked(number) for number in range(len(self.prompts))]
+            async with asyncio.timeout(self._deadline - time.monotonic()):
+                caches = [await self._looked(number) for number in range(len(self.prompts))]
             self.written = [
                 Written(self.served, self.body.stops, self._opened, prompt.tokens, prompt.landmark)
                 for prompt in self.prompts
                 for _ in range(self.body.answers)
             ]
             self._answers = self._submit(caches)
+        except TimeoutError as error:
+            raise _too_busy() from error
         except Busy as error:
             raise RequestError(
                 429, "The server has all the requests that it takes. Try again.", code="rate_limit_exceeded"
@@ -180,9 +183,7 @@ class Generation(Generic[Body]):
                 self.written[number].add(token)
                 yield number, token
         except TimeoutError as error:
-            raise RequestError(
-                503, "The server was too busy to begin the answer within its time. Try again.", code="timeout"
-            ) from error
+            raise _too_busy() from error
         self._state.metrics.tokens(self.served.name, sum(len(p.tokens) for p in self.prompts), self._count)
 
     @property
@@ -217,7 +218,13 @@ class Generation(Generic[Body]):
         if self.body.passages:
             async with nullcontext() if self._opened is None else self._opened.places:
                 retrieved = await asyncio.to_thread(self.written[number].cited, self.body.passages)
-        return {"retrieved": retrieved, "quoted": [told(passage) for passage in self.quoted]}
+        troubles = [] if self._opened is None else self._opened.passages.troubles
+        return {
+            "retrieved": retrieved,
+            "read_by": self.served.read_by,
+            "quoted": [told(passage) for passage in self.quoted],
+            "troubles": [f"{path.name!r} {trouble}" for path, trouble in troubles],
+        }
 
     def _of_request(self, stored: str | None) -> dict[str, Any]:
         return {"memory": self.memory, "stored": stored}
@@ -398,6 +405,12 @@ class Chat(Generation[ChatRequest]):
         turns = [(message.role, message.text.strip()) for message in self.body.new_messages]
         turns.append(("assistant", self.written[0].text.strip()))
         return "".join(f"{role}: {text}\n" for role, text in turns) + "\n"
+
+
+def _too_busy() -> RequestError:
+    return RequestError(
+        503, "The server was too busy to begin the answer within its time. Try again.", code="timeout"
+    )
 
 
 def _key(entry: dict[str, Any]) -> str:

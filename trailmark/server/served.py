@@ -47,6 +47,12 @@ class Served:
         return frozenset(answer_ends(self.subject.tokenizer, self.subject.model))
 
     @cached_property
+    def read_by(self) -> str | None:
+        """What reads chunks and is cited: "group" or "layer"; None: the model reads none."""
+        model = self.subject.model
+        return model.follow_reads().group_name if model.config.retrieves else None
+
+    @cached_property
     def control(self) -> frozenset[int]:
         """Tokens that no text shows: control tokens, and rows of the vocabulary that its tokenizer lacks."""
         known = len(self._bytes) if self._bytes is not None else len(self.subject.tokenizer)

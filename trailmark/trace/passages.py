@@ -74,12 +74,12 @@ class _File:
                 if end is not None:
                     break
         except _Nowhere:
-            self.trouble = f"the tokenizer does not say where tokens stand in {str(self.path)!r}"
+            self.trouble = "is of a tokenizer that does not say where tokens stand"
         except (ValueError, OSError):
-            self.trouble = f"{str(self.path)!r} is gone or no text any more"
+            self.trouble = "is gone or no text any more"
         else:
             if known != self.count or digest.hexdigest() != self._source["sha256"]:
-                self.trouble = f"{str(self.path)!r} has changed since it was read"
+                self.trouble = "has changed since it was read"
         self._starts = np.append(
             np.concatenate(parts or [np.zeros(0, np.int64)]), size if end is None else end
         )
@@ -160,9 +160,9 @@ class Passages:
         return [(file, file.place(begin, stop, self._chunk_size)) for file in held]
 
     @property
-    def troubles(self) -> list[str]:
-        """Why the text of some of the files that were asked for cannot be shown."""
-        return [file.trouble for file in self._files if file.trouble is not None]
+    def troubles(self) -> list[tuple[Path, str]]:
+        """The files whose text was asked for and cannot be shown, each with what is wrong with it, a verb first."""
+        return [(file.path, file.trouble) for file in self._files if file.trouble is not None]
 
 
 class _Nowhere(Exception):
