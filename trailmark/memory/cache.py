@@ -114,7 +114,10 @@ class ChunkCache(Cache):
         return np.zeros(0, np.int64) if self.state is None else self.state.memory.chunks
 
     def window_bytes(self) -> int:
-        """Bytes of the windows, the open chunk, what it reads, recurrent states and what waits for the upper layers."""
+        """Bytes of the windows, the open chunk, what it reads, recurrent states and what waits for the upper layers.
+
+        Not of the copy in float32 that decoding on a CPU makes of what the open chunk reads in a lower precision.
+        """
         if self.state is None:
             return 0
         held = [getattr(self.state, name) for name in STATES]

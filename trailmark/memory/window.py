@@ -149,10 +149,14 @@ class WindowCall:
         first = self.first[:1] if (self.first == self.first[0]).all() else self.first
         return torch.from_numpy(first).to(self.device)
 
-    def goes_on(self, span: Span, window: int | None, sinks: int) -> bool:
-        """Whether layers that have seen ``span`` through a window like this are where those of this call are."""
-        same = self.window == window and self.sinks == sinks
-        return same and all((a == b).all() for a, b in zip(self._span, span, strict=True))
+    def goes_on(self, span: Span, window: int | None, sinks: int, device: torch.device) -> bool:
+        """Whether layers that have seen ``span`` through a window like this are where those of this call are.
+
+        Without a limit they are not: how many slots they have room in depends on how they came there.
+        """
+        if window is None or (self.window, self.sinks, self.device) != (window, sinks, device):
+            return False
+        return all((a == b).all() for a, b in zip(self._span, span, strict=True))
 
     def stands_as(self, other: WindowCall) -> bool:
         """Whether the new positions are the same."""

@@ -6,7 +6,6 @@ asking chunk's last position (its landmark, or without landmarks its last token)
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -233,22 +232,9 @@ NOTHING = (-1, 0.0, -math.inf)  # index, weight and score where nothing was sele
 
 def no_selection(x: Tensor, *shape: int) -> ChunkSelection:
     """Nothing for each that selects, [B, *shape]; x [B, ...] is any tensor of the call."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    if 0 in shape and not torch.compiler.is_compiling():
-        return _empty_selection((len(x), *shape), wide, x.device)
-    return _none_selected((len(x), *shape), wide, x.device)
-
-
-def _none_selected(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> ChunkSelection:
-    weights = torch.zeros(shape, dtype=dtype, device=device)
-    return ChunkSelection(torch.full(shape, -1, device=device), weights, torch.full_like(weights, -math.inf))
-
-
-@functools.lru_cache(maxsize=64)
-def _empty_selection(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> ChunkSelection:
-    """In decoding, where most tokens close no chunk, each would make one; nothing can be written into it."""
-    with torch.inference_mode(False):
-        return _none_selected(shape, dtype, device)
+    indices = torch.full((len(x), *shape), -1, device=x.device)
+    weights = x.new_zeros(indices.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    return ChunkSelection(indices, weights, torch.full_like(weights, -math.inf))
 
 
 def last_chunks(chosen: ChunkSelection, had: Integers, own: Integers) -> ChunkSelection:

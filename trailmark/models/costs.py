@@ -28,9 +28,7 @@ class CacheBytes:
 
     window: int = 0  # keys and values of the layers' windows, cells or, without a window, of all positions
     open_chunk: int = 0  # states, keys or tokens of the chunk (or block) that is not full
-    retrieved: int = (
-        0  # what the open chunk reads; a copy that decoding on a CPU lays out for itself is not counted
-    )
+    retrieved: int = 0  # what the open chunk reads
     states: int = 0  # recurrent states with their keys and values; a cell's running maxima
     records: int = 0  # keys and values of past chunks: on the memory's tier
     landmarks: int = 0  # vectors of past chunks: on the device

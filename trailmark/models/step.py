@@ -82,20 +82,18 @@ class Step:
         window = self._windows.get(stage, self.config.sliding_window)
         sinks = 0 if window is None else self.config.num_sinks
         span, known = self.before.spans[stage], None
-        if self._placed is not None and windows is None:
-            other, place = self._placed
-            assert place.call is not None
-            goes_on = place.call.device == x.device and place.call.goes_on(span, window, sinks)
-            if grid is other and place.windows is None and goes_on:
-                self._calls[stage] = place.call  # as in decoding, where one stage saw what the other did
-                return place
+        other, earlier = self._placed or (None, None)
+        if earlier is not None and grid is other and windows is None and earlier.windows is None:
+            assert earlier.call is not None
+            if earlier.call.goes_on(span, window, sinks, x.device):
+                self._calls[stage] = earlier.call  # as in decoding, where one stage saw what the other did
+                return earlier
         call = WindowCall(span, self.end - counts, counts, grid.num_counted, window, x.device, sinks)
         self._calls[stage] = call
-        if self._placed is not None:
-            other, place = self._placed
-            assert place.call is not None
-            same = grid is other or (grid.counts_landmarks and place.call.stands_as(call))
-            known = place if same else None
+        if earlier is not None:
+            assert earlier.call is not None
+            same = grid is other or (grid.counts_landmarks and earlier.call.stands_as(call))
+            known = earlier if same else None
         place = Place.of(self.config, grid, x, call, known, window, windows)
         self._placed = grid, place
         return place

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor
 
 from tests.budgets import assert_within_budget
@@ -17,7 +18,7 @@ from tests.models.tiny import DRT_VARIANTS, EXACT, assert_same, drt, logits_of, 
 from trailmark.memory import ChunkCache
 from trailmark.models import TrailmarkForCausalLM, causal_lm, layers
 from trailmark.models.drt import model as drt_model
-from trailmark.ops import ChunkSelection
+from trailmark.ops import ChunkSelection, ReadAgain
 
 S = 4
 
@@ -127,6 +128,33 @@ def test_one_implementation_of_gca_alone(name: str, monkeypatch: pytest.MonkeyPa
 # --- reading in pieces -----------------------------------------------------------------------------------
 
 LENGTH = 103  # 25 chunks and 3 tokens: more than any variant's reading tail
+
+
+@DRT_VARIANTS
+@torch.no_grad()
+def test_what_calls_share_changes_no_bit(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token, of rows that close their chunks at different ones."""
+    model, ids, marks = drt(**options), tokens(40, batch=2), torch.zeros(2, 18, dtype=torch.bool)
+    marks[1, 15] = True
+
+    def decoded() -> Tensor:
+        cache = model.new_cache()
+        first = model(ids[:, :18], past_key_values=cache, close_chunk=marks)
+        later = [model(ids[:, at : at + 1], past_key_values=cache) for at in range(18, 40)]
+        return torch.cat([out.logits for out in (first, *later)], dim=1)
+
+    shared = decoded()
+    monkeypatch.setattr(ReadAgain, "serves", lambda *_: False)
+    assert torch.equal(decoded(), shared)
+
+
+@torch.no_grad()
+def test_layers_that_accelerate_moves_decode_too() -> None:
+    model, ids = drt(2), tokens(30)
+    expected = in_calls(model, ids.split([20] + [1] * 10, dim=1))[0]
+    for layer in model.upper_layers:
+        add_hook_to_module(layer, AlignDevicesHook(execution_device="cpu"))
+    assert torch.equal(in_calls(model, ids.split([20] + [1] * 10, dim=1))[0], expected)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])

@@ -177,25 +177,42 @@ def test_calls_that_share_what_they_read_need_it_once(case: Case, positions: int
     assert_same_in_float64(first, gca(q, k, v, weights, *beside, **rest, implementation="reference"))
     more = [torch.randn(len(q), 1, positions, *x.shape[3:], dtype=x.dtype) for x in (q, *beside)]
     oracle = gca(more[0], k, v, weights, *more[1:], **rest, implementation="reference")
-    if again.serves(more[0]):  # nothing else is looked at
-        k, v, weights = (x * torch.nan for x in (k, v, weights))
+    if case.M:  # nothing else is looked at
+        weights, rest["indices"] = weights * torch.nan, rest["indices"] + case.M
     assert_same_in_float64(gca(more[0], k, v, weights, *more[1:], **rest, again=again), oracle)
 
 
 @torch.no_grad()
-def test_what_was_made_ready_serves_such_queries_alone() -> None:
-    """Not other dtypes, nor whole chunks, nor calls with gradients: these look at their arguments."""
-    (q, k, v, weights), rest = Case(N=1, R=1, K=3).make()
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_was_made_ready_serves_such_calls_alone(beside: bool) -> None:
+    """Others look at their arguments, and refuse them."""
+    (q, k, v, weights, *window), rest = Case(N=1, R=1, K=3, beside=beside).make()
     again = ReadAgain()
-    gca(q, k, v, weights, **rest, again=again)
-    assert again.serves(q)
-    assert not again.serves(q.float())
-    assert not again.serves(q.expand(-1, 2, -1, -1, -1))
-    assert not again.serves(q.expand(-1, -1, rows.FEW_ROWS, -1, -1))
+    gca(q, k, v, weights, *window, **rest, again=again)
+
+    def serves(q: Tensor, *window: Tensor, implementation: str | None = None) -> bool:
+        return again.serves(q, (window[0], window[1]) if window else None, implementation)
+
+    def like(x: Tensor) -> list[Tensor]:
+        return [torch.zeros(x.shape), torch.zeros(x.shape[:4])] if beside else []
+
+    assert serves(q, *window)
+    assert serves(q, *window, implementation="torch")
+    assert not serves(q, *window, implementation="reference")
+    assert not serves(q, *([] if beside else [q, q[..., 0]]))
+    others = (q.float(), q[:1], q[:, :, :, :2], q[..., :1], q.expand(-1, 2, -1, -1, -1), q[0],
+              q.expand(-1, -1, rows.FEW_ROWS, -1, -1))  # fmt: skip
+    assert not any(serves(other, *like(other)) for other in others)
+    if beside:
+        assert not serves(q, window[0][..., :1], window[1])
+        assert not serves(q, window[0], window[1][:1])
+    with pytest.raises(ValueError, match=r"^k: "):
+        gca(q[:1], k, v, weights, *(x[:1] for x in window), **rest, again=again)
     with torch.enable_grad():
-        assert not again.serves(q)
-        other = gca(q.requires_grad_(), 2 * k, v, weights, **rest, again=again)
-        assert_same_in_float64(other, gca(q, 2 * k, v, weights, **rest, implementation="reference"))
+        assert not serves(q, *window)
+        doubled = q.requires_grad_(), 2 * k, v, weights, *window
+        oracle = gca(*doubled, **rest, implementation="reference")
+        assert_same_in_float64(gca(*doubled, **rest, again=again), oracle)
 
 
 def _of_weights(indices: Tensor, weights: Tensor) -> Tensor:

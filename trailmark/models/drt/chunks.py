@@ -6,7 +6,6 @@ The chunks lie in a whole text or in a memory: two places, behind one interface.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import defaultdict
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from trailmark.models.embedding import Given, Vectors, as_selection, expect_earl
 from trailmark.models.grid import Grid, Integers, lay_out
 from trailmark.models.layered import Chunks
 from trailmark.models.step import Step
-from trailmark.ops import ChunkSelection, ReadAgain, fold_seed, random_chunks
+from trailmark.ops import ChunkSelection, fold_seed, random_chunks
 
 
 class Reading(NamedTuple):
@@ -40,16 +39,18 @@ class Reading(NamedTuple):
     indices: Tensor  # [B, N, K] into the table
     weights: Tensor  # [B, N, K]
     lengths: Tensor | None  # [B, M]; None: all S
-    again: defaultdict[int, ReadAgain] | None = (
-        None  # of chunks that later calls read too; None: no call does
+    again: Any = (
+        None  # of chunks that later calls read too a ReadAgain for each set of heads; of a layer its own
     )
-    number: int = 0  # of the set of heads
 
 
 def of_set(reading: Reading, number: int, heads: int) -> Reading:
     """Of keys and values of several sets of J heads, those of one."""
+    reading = reading._replace(again=None if reading.again is None else reading.again[number])
+    if reading.k.shape[-2] == heads:
+        return reading
     own = slice(number * heads, (number + 1) * heads)
-    return reading._replace(k=reading.k[..., own, :], v=reading.v[..., own, :], number=number)
+    return reading._replace(k=reading.k[..., own, :], v=reading.v[..., own, :])
 
 
 class DRTChunks(Chunks):

@@ -175,8 +175,7 @@ class DRTLayer(GradientCheckpointingLayer):
         indices: Tensor,
         weights: Tensor,
         lengths: Any,
-        again: Mapping[int, ReadAgain] | None = None,
-        number: int = 0,
+        again: ReadAgain | None = None,
     ) -> Tensor:
         """What positions read of the chunks of a Reading, [B, P, E].
 
@@ -199,7 +198,7 @@ class DRTLayer(GradientCheckpointingLayer):
             beside=None
             if beside is None
             else (beside[0].unflatten(1, chunks), beside[1].unflatten(1, chunks)),
-            again=None if again is None else again[number],
+            again=again,
         )
         rows = len(q), chunks[0] * chunks[1], self.num_heads * self.head_dim
         out: Tensor = self.gca_o_proj(grid.positions(read.reshape(rows)))
@@ -299,11 +298,10 @@ class DRTForCausalLM(RetrievingForCausalLM):
         return query
 
     def _of_layer(self, reading: tuple[Any, ...], number: int) -> tuple[Any, ...]:
-        if not reading or self.config.memory_kv != "layer":
+        if not reading:
             return reading
-        return of_set(
-            Reading(*reading), number % self.config.layers_per_group, self.config.num_key_value_heads
-        )
+        number = number % self.config.layers_per_group if self.config.memory_kv == "layer" else 0
+        return of_set(Reading(*reading), number, self.config.num_key_value_heads)
 
     # --- how far ---------------------------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ def grouped_cross_attention(
             virtual key's place, so ``softmax_off_by_one`` must be true.
         again: what calls that differ in nothing but q and ``beside`` share, as decoding does inside a chunk. Hand one
             new ``ReadAgain()`` to all of them: on a CPU, inside ``torch.no_grad()``, the first call with N = 1 makes it
-            ready, and those after it look at no other argument.
+            ready, and those after it look at nothing else. k and v may be kept as they lie: write nothing into them.
 
     Returns:
         [B, N, R, H, D] in the dtype of q; zeros where nothing is read.
@@ -99,8 +99,10 @@ def grouped_cross_attention(
         ValueError: for shapes that do not fit together, chunks that do not exist, or an implementation that
             cannot take the input.
     """
-    if again is not None and again.serves(q):
-        return again.read(q, beside)
+    if again is not None and again.serves(q, beside, implementation):
+        assert again.reader is not None
+        own = (None, None) if beside is None else (beside[0], _finite(beside[1]))
+        return again.reader.read(q, *own)
     require_implementation(implementation, ("reference", "torch", "triton"))
     require(q.dim() == 5, "q", tuple(q.shape), "shape [B, N, R, H, D]")
     require(k.dim() == 5, "k", tuple(k.shape), "shape [B, M, S, J, D]")
@@ -141,8 +143,7 @@ def grouped_cross_attention(
         if values_are_checked(weights) and weights.numel():
             lowest = float(weights.detach().min())
             require(not lowest < 0, "weights", lowest, "at least 0 with beside")
-        # e to this is 0, and no difference of two of them is NaN
-        lse_beside = lse_beside.clamp(min=torch.finfo(lse_beside.dtype).min / 4)
+        lse_beside = _finite(lse_beside)
     if indices.dim() == 3:
         indices = indices[:, :, None].expand(B, N, J, K)
         weights = weights[:, :, None].expand(B, N, J, K)
@@ -163,11 +164,16 @@ def grouped_cross_attention(
     if keep:
         return _Eager.apply(*call, chosen).to(q.dtype)
     if chosen == "torch" and one_reader.takes(call):
-        reader = OneReader.of(call, is_kept=again is not None)
+        reader = OneReader.of(call)
         if again is not None:
             again.reader = reader
-        return reader.read(q, beside)
+        return reader.read(q, out_beside, lse_beside)
     return _forward(call, chosen, False)[0].to(q.dtype)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """With a number for -inf to which e is 0, and no difference of two of which is NaN."""
+    return lse.clamp(min=torch.finfo(lse.dtype).min / 4)
 
 
 def triton_refuses(

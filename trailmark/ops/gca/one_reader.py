@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trailmark.ops.arguments import without_autocast
 from trailmark.ops.gca.call import CrossAttentionCall
 from trailmark.ops.gca.rows import FEW_ROWS
 
@@ -35,94 +34,64 @@ def takes(call: CrossAttentionCall) -> bool:
 
 
 class OneReader(NamedTuple):
-    """What one chunk of each row reads: V keys of each of its K chunks.
+    """What one chunk of each row reads, ready for queries like those of the call that it was made of."""
 
-    V is S; or S + 1, where the virtual key of the off-by-one softmax (Eq. 3: score 0, value 0) is one of them.
-    """
-
-    asked: torch.dtype  # of the queries
-    dtype: torch.dtype  # what is computed in
-    keys: Tensor  # [B * J, D, K * V]
-    values: Tensor  # [B * J, K * V, D]
-    bias: Tensor | None  # [B * J, 1 or g, K, V or 1] added to scores; None: 0
-    weight: (
-        Tensor | None
-    )  # [B * J, 1 or g, K, 1] of probabilities; None: values or scores are weighed already
-    num_chunks: int
-    scale: float
-    off_by_one: bool
-    is_padded: bool  # V is S + 1
+    call: CrossAttentionCall
+    keys: Tensor  # [B * J, D, K * S]
+    values: Tensor  # [B * J, K * S, D]
+    weight: Tensor  # [B * J, 1 or g, K, 1]
+    # [B * J, 1 or g, K, S or 1] added to scores: what is absent, and beside something else the weights; None: nothing
+    bias: Tensor | None
 
     @classmethod
-    def of(cls, call: CrossAttentionCall, is_kept: bool = False) -> OneReader:
-        """Of the chunks and weights of a call. Nothing that is absent has an effect, not even as NaN.
-
-        ``is_kept``: for many calls, so that one pass over keys and values may save each of them a step.
-        """
-        dtype, alone = call.dtype, call.beside_lse is None
+    def of(cls, call: CrossAttentionCall) -> OneReader:
+        """Of the chunks and weights of a call. Nothing that is absent has an effect, not even as NaN."""
         keys, values, weight, present = _what_is_read(call)
-        keys, values, weight = (x.to(dtype) for x in (keys, values, weight))
+        keys, values, weight = (x.to(call.dtype) for x in (keys, values, weight))
         bias = None
         if present is not None:
             absent = torch.arange(keys.shape[2]) >= present[..., None]  # [B * J, K, S]
             keys, values = (x.masked_fill(absent[..., None], 0) for x in (keys, values))
-            bias = torch.zeros(absent.shape, dtype=dtype).masked_fill_(absent, -torch.inf)[:, None]
-        if not alone:
+            bias = torch.zeros(absent.shape, dtype=keys.dtype).masked_fill_(absent, -torch.inf)[:, None]
+        if call.beside is not None:
             bias = weight.log() if bias is None else weight.log() + bias
-        is_padded = is_kept and call.off_by_one and alone
-        weighs_values = is_padded and weight.shape[1] == 1
-        if is_padded:
-            keys, values = (F.pad(x, (0, 0, 0, 1)) for x in (keys, values))
-            bias = None if bias is None else F.pad(bias, (0, 1))
-        if weighs_values:
-            values = values * weight.transpose(1, 2)
-        return cls(
-            call.q.dtype,
-            dtype,
-            keys.flatten(1, 2).transpose(1, 2),
-            values.flatten(1, 2),
-            bias,
-            weight if alone and not weighs_values else None,
-            weight.shape[2],
-            call.scale,
-            call.off_by_one,
-            is_padded,
-        )
+        return cls(call, keys.flatten(1, 2).transpose(1, 2), values.flatten(1, 2), weight, bias)
 
-    def fits(self, q: Tensor) -> bool:
-        """Whether positions with these queries [B, N, R, H, D] are such as it was made for."""
-        B, N, R, H, _ = q.shape
-        return N == 1 and H * B // len(self.keys) * R <= FEW_ROWS and q.dtype == self.asked
+    def fits(self, q: Tensor, beside: tuple[Tensor, Tensor] | None) -> bool:
+        """Whether it can be asked so: by any few positions, and else as the call that it was made of."""
+        like = self.call.q
+        if (beside is None) != (self.call.beside is None) or q.dim() != 5 or q.device != like.device:
+            return False
+        if beside is not None and (beside[0].shape != q.shape or beside[1].shape != q.shape[:4]):
+            return False
+        (B, N, R, H, D), J = q.shape, self.call.k.shape[3]
+        same = q.dtype == like.dtype and (len(like), *like.shape[3:]) == (B, H, D)
+        return same and N == 1 and H // J * R <= FEW_ROWS
 
-    @without_autocast
-    def read(self, q: Tensor, beside: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """What positions with the queries q [B, 1, R, H, D] read, in their dtype; ``beside`` as of the op."""
+    def read(self, q: Tensor, beside: Tensor | None, beside_lse: Tensor | None) -> Tensor:
+        """What positions with the queries q [B, 1, R, H, D] read, in their dtype; the rest as in a call."""
+        (J, K), dtype = (self.call.k.shape[3], self.weight.shape[2]), self.keys.dtype
         groups, _, count = self.keys.shape
-        J = groups // len(q)
-        scores = torch.bmm(_folded(q, J).to(self.dtype) * self.scale, self.keys)
-        scores = scores.view(groups, -1, self.num_chunks, count // self.num_chunks)
+        scores = torch.bmm(_folded(q, J).to(dtype) * self.call.scale, self.keys)
+        scores = scores.view(groups, -1, K, count // K)
         if self.bias is not None:
             scores.add_(_of_rows(self.bias, scores))
-        if beside is not None:
-            lse = beside[1].clamp(min=torch.finfo(beside[1].dtype).min / 4)  # as of the op
-            null = _folded(lse[..., None], J).to(self.dtype)
+        if beside_lse is not None:
+            null = _folded(beside_lse[..., None], J).to(dtype)
             shares = torch.cat([scores.flatten(2), null], dim=-1).softmax(-1)[..., :-1]
         else:
-            shares = self._softmax(scores)
-            if self.weight is not None:
-                shares = shares * _of_rows(self.weight, scores)
-            shares = shares.flatten(2)
+            shares = (self._softmax(scores) * _of_rows(self.weight, scores)).flatten(2)
         out = torch.bmm(shares, self.values)
         if beside is not None:
-            out.addcmul_(shares.sum(-1, keepdim=True), _folded(beside[0], J).to(self.dtype), value=-1)
+            out.addcmul_(shares.sum(-1, keepdim=True), _folded(beside, J).to(dtype), value=-1)
         return _unfolded(out, q).to(q.dtype)
 
     def _softmax(self, scores: Tensor) -> Tensor:
-        """Of scores [B * J, g R, K, V], within each chunk."""
-        if self.off_by_one and not self.is_padded:
+        """Of scores [B * J, g R, K, S], within each chunk."""
+        if self.call.off_by_one:  # a virtual key with score 0 and value 0 (Eq. 3)
             return F.pad(scores, (0, 1)).softmax(-1)[..., :-1]
         shares = scores.softmax(-1)
-        if self.off_by_one or self.bias is None:
+        if self.bias is None:
             return shares
         return shares.masked_fill(self.bias == -torch.inf, 0)  # NaN in chunks without keys
 
@@ -133,24 +102,19 @@ class ReadAgain:
 
     reader: OneReader | None = None
 
-    def serves(self, q: Tensor) -> bool:
-        """Whether a call with these queries may do without its other arguments."""
+    def serves(self, q: Tensor, beside: tuple[Tensor, Tensor] | None, implementation: str | None) -> bool:
+        """Whether a call may do without its other arguments."""
+        if self.reader is None or implementation not in (None, "torch"):
+            return False
         return (
-            self.reader is not None
-            and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and self.reader.fits(q)
+            not torch.is_grad_enabled() and not torch.compiler.is_compiling() and self.reader.fits(q, beside)
         )
-
-    def read(self, q: Tensor, beside: tuple[Tensor, Tensor] | None) -> Tensor:
-        assert self.reader is not None
-        return self.reader.read(q, beside)
 
 
 def _what_is_read(call: CrossAttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Keys and values [B * J, K, S, D], weights [B * J, 1 or g, K, 1], and the keys of each chunk [B * J, K].
 
-    These are None where all have S; what is not read has none, and a weight of 0.
+    The last are None where every chunk has S; what is not read has none, and a weight of 0.
     """
     k, v, indices, weights, lengths = call.k, call.v, call.indices, call.weights, call.lengths
     B, M, S, J, _ = k.shape

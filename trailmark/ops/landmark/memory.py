@@ -72,7 +72,7 @@ def landmark_attention_of_one(
         q: [B, 1, H, D], turned by its place.
         keys, values: [B, J, N, D] slots, of which the first ``count`` hold whole chunks, S + 1 positions each with the
             landmark last, and then the open chunk that the query is in; keys are turned by their place in their chunk.
-            Where N is a number of whole chunks and the rows lie without gaps, keys need no copy.
+            Where N is a number of whole chunks and they lie without gaps, keys need no copy.
         turns: complex [C + 1, 1, D / 2]: turns q back by the beginning of each of these C + 1 chunks.
 
     Returns:
@@ -81,7 +81,8 @@ def landmark_attention_of_one(
     L, C = chunk_size + 1, len(turns) - 1
     B, J, N, D = keys.shape
     dtype = arithmetic_dtype(q, keys, values)
-    keys = F.pad(keys.to(dtype), (0, 0, 0, -N % L)).reshape(B * J, -1, L, D)
+    keys = keys.to(dtype) if N % L == 0 else F.pad(keys.to(dtype), (0, 0, 0, -N % L))
+    keys = keys.reshape(B * J, -1, L, D)
     m = keys.shape[1]
     pairs = torch.view_as_complex(q.to(dtype).reshape(B * J, 1, -1, D // 2, 2))
     turned = torch.view_as_real(pairs * F.pad(turns, (0, 0, 0, 0, 0, m - C - 1)))
