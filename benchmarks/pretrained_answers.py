@@ -1,13 +1,13 @@
 """What a converted base answers about a book, untaught: facts of any kind, asked for as ``trailmark chat`` asks.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained_answers.py [answers] ["all heads"] [--lengths 65536 262144 1048576]
+    TRAILMARK_DATA=... python benchmarks/pretrained_answers.py [--lengths 65536 262144 1048576]
 
 Twenty sentences are hidden in held-out books, a paragraph each; ``trailmark read`` reads the file into a memory, once,
 and each is asked for by itself, in its own words and in others: with the passages that the question looks at before
 it, with what BM25 or MiniLM finds in their place, with those of the fact itself, and without any. The model is
-SmolLM2-135M, converted with --far-layers 7, --focus-heads 1 and reading=windows, and once more without such heads;
-nothing is trained. It writes benchmarks/pretrained_answers.json. Stopped, the same command goes on; after a change of
-how chat finds or puts passages, take another --folder.
+SmolLM2-135M, converted with --far-layers 7 and reading=windows; nothing is trained. It writes
+benchmarks/pretrained_answers.json. Stopped, the same command goes on; after a change of how chat finds or puts
+passages, take another --folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -26,7 +26,6 @@ import torch
 from common import keep
 from numpy.typing import NDArray
 from pretrained_models import (
-    FAR_LAYERS,
     convert,
     far_base,
     held_out_books,
@@ -35,7 +34,6 @@ from pretrained_models import (
     weights_of,
 )
 
-from tests.smollm2 import convert_smollm2
 from tests.wheels import minilm
 from trailmark.data.corpus import read_text, tokenize
 from trailmark.data.neighbours.bm25 import Bm25
@@ -99,35 +97,15 @@ WORDINGS = "words of the text", "other words"
 
 
 def answers(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """With whatever passages before a question, of the base as docs/convert.md converts it."""
-    model = options.folder / "heads"
-    if not model.exists():
-        looks = ("--far-layers", str(len(FAR_LAYERS)), "--focus-heads", "1")
-        convert_smollm2(model, "hils", *looks, "reading=windows")
-    return _asked(options, progress, "answers", model, QUOTED)
-
-
-def all_heads(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """With the passages that all heads of the layers that look far choose."""
+    """By length, by the question's words and by which passages stand before it: how many answers hold the word."""
     model = options.folder / "windows of far"
     if not model.exists():
         convert(far_base(options.folder), model, "hils", ["reading=windows"])
-    return _asked(options, progress, "all heads", model, {FOCUS: None})
-
-
-Search = Callable[["Book", list[str]], Any]
-
-
-def _asked(
-    options: argparse.Namespace, progress: Progress, part: str, model: Path, ways: Mapping[str, Search | None]
-) -> dict[str, Any]:
-    """By length, by the question's words and by which passages stand before it: how many answers hold the word."""
     subject, known_file = load(model), options.folder / f"answers of {model.name}.json"
     known: dict[str, dict[str, Any]] = read_json(known_file) or {}
-    config = subject.model.config
-    begun = f"{weights_of(model)[:12]} {config.num_focus_chunks} {config.focus_heads}"
+    begun = f"{weights_of(model)[:12]} {subject.model.config.num_focus_chunks}"
     rows = list[dict[str, Any]]()
-    found = {"rows": rows, "answer_tokens": ANSWER_TOKENS, "focus_heads": config.focus_heads}
+    found = {"rows": rows, "answer_tokens": ANSWER_TOKENS}
     for length in options.lengths:
         text, memory = (
             options.folder / f"facts-{length}.txt",
@@ -140,7 +118,7 @@ def _asked(
         asked, book = Asked(subject, memory, Sampling(ANSWER_TOKENS)), Book(text, subject)
         for place, wording in enumerate(WORDINGS, 1):
             questions = [fact[place] for fact in FACTS]
-            for quoted, search in ways.items():
+            for quoted, search in QUOTED.items():
                 keys = [f"{begun} | {length} | {quoted} | {question}" for question in questions]
                 put = list[list[Passage] | None]([None] * len(FACTS))
                 if search is not None and not known.keys() >= set(keys):
@@ -159,7 +137,7 @@ def _asked(
                     {"tokens": tokens, "wording": wording, "quoted": quoted}
                     | _row(questions, [known[key] for key in keys])
                 )
-                keep(options.output, part, found)
+                keep(options.output, "answers", found)
     return found
 
 
@@ -270,6 +248,7 @@ def _paragraphs() -> Iterator[str]:
 
 # the passages before a question: what it looks at, or chunks that are found otherwise and those beside them
 FOCUS = "of the focus"
+Search = Callable[[Book, list[str]], Any]
 QUOTED: dict[str, Search | None] = {
     FOCUS: None,
     "that BM25 finds": _by_bm25,
@@ -277,7 +256,7 @@ QUOTED: dict[str, Search | None] = {
     "none": None,
     "of the fact": _of_the_facts,
 }
-PARTS = {"answers": answers, "all heads": all_heads}
+PARTS = {"answers": answers}
 
 
 def main() -> None:

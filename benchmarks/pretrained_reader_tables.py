@@ -17,20 +17,14 @@ def summary() -> str:
     """What it gives back untrained, and what the reader completes: for those who have read nothing else yet."""
     parts = {name: part["results"] for name, part in record("pretrained_reader").items()}
     reader, focus = parts["reader"], parts["focus"]
-    answers = record("pretrained_answers")
-    asked = answers["answers"]["results"]["rows"]
-    in_words = [row for row in answers["all heads"]["results"]["rows"] if row["wording"] == _WORDINGS[0]]
+    asked = record("pretrained_answers")["answers"]["results"]["rows"]
+    in_words = [row for row in asked if (row["wording"], row["quoted"]) == (_WORDINGS[0], _FOCUS)]
     *first, last = (f"{_right(x)} in {x['tokens']:,}" for x in in_words)
     answered = f"{', '.join(first)} and {last} tokens" if first else f"{last} tokens"
     shortest = min(row["tokens"] for row in asked)
     right = {(x["wording"], x["quoted"]): x["correct"] for x in asked if x["tokens"] == shortest}
     found = {(x["wording"], x["quoted"]): x["found"] for x in asked if x["tokens"] == shortest}
     count, others = asked[0]["questions"], _WORDINGS[1]
-    (of_all,) = (
-        row["found"]
-        for row in answers["all heads"]["results"]["rows"]
-        if (row["tokens"], row["wording"]) == (shortest, others)
-    )
     untrained = record("pretrained_hils")["losses"]["results"]
     rows = untrained["rows"]
     (row,) = (x for x in rows if (x["kind"], x["length"], x["chunks"]) == ("LaTeX", 4096, rows[0]["chunks"]))
@@ -44,9 +38,9 @@ def summary() -> str:
         "reading=windows` it reads a long text at one speed, and `trailmark chat` puts what a question looks at before "
         f"it: asked, **untrained**, in the words of the text for facts of any kind in a book, it answers {answered} "
         f"(in {shortest:,} tokens {right[_WORDINGS[0], _BM25]} with what BM25 finds, {right[_WORDINGS[0], 'none']} "
-        f"without). Of the same facts asked for *in other words* its look finds {of_all} of {count} there, "
-        f"with `--focus-heads 1` {found[others, _FOCUS]}, BM25 {found[others, _BM25]} and an encoder of sentences "
-        f"{found[others, _MINILM]}; it answers {right[others, _FOCUS]}, without passages "
+        f"without). Of the same facts asked for *in other words* its look finds {found[others, _FOCUS]} of {count} "
+        f"there, BM25 {found[others, _BM25]} and an encoder of sentences {found[others, _MINILM]}; it answers "
+        f"{right[others, _FOCUS]}, without passages "
         f"{right[others, 'none']}, and {right[others, _OWN]} where the right one is put there "
         "([how](docs/convert.md#passages-before-a-question)).\n\n"
         "A sentence with a number hides in a book and is to be completed, or was told *in other words* than those of "
@@ -65,20 +59,16 @@ def summary() -> str:
 
 def answers_text() -> str:
     """Facts of any kind, and what an untaught conversion says when it is asked for them."""
-    parts = record("pretrained_answers")
-    found = parts["answers"]
-    own = found["results"]["rows"]
-    rows = [row | {"by": ", with one focus head" if row["quoted"] == _FOCUS else ""} for row in own]
-    rows += [row | {"by": ", all heads alike"} for row in parts["all heads"]["results"]["rows"]]
-    rows.sort(key=lambda row: (row["tokens"], _WORDINGS.index(row["wording"])))
+    found = record("pretrained_answers")["answers"]
+    rows = found["results"]["rows"]
     columns: Columns = {
         "tokens": "{tokens:,}",
         "asked in": "{wording}",
-        "passages before the question": "{quoted}{by}",
+        "passages before the question": "{quoted}",
         "found": "{found} of {questions}",
         "right": RIGHT,
     }
-    others = [row for row in own if (row["wording"], row["quoted"]) == (_WORDINGS[1], _FOCUS)]
+    others = [row for row in rows if (row["wording"], row["quoted"]) == (_WORDINGS[1], _FOCUS)]
     longest = max(others, key=lambda row: row["tokens"])
     said: Columns = {
         "asked": "{asked}",

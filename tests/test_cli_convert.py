@@ -81,44 +81,6 @@ def test_some_layers_look_far(to: str, window: str, tmp_path: Path, command: Com
     assert (config["sliding_window"], config["num_sinks"]) == (24 if window else 512, 4)
 
 
-def test_some_heads_decide_a_focus(tmp_path: Path, command: Command) -> None:
-    """Alone they leave all layers choosing; beside far layers theirs choose too."""
-    model = made("llama").float()
-    model.config.max_position_embeddings = 4096
-    base = save(model, tmp_path / "base")
-    for name, far in (("all", ()), ("some", ("--far-layers", 1))):
-        words = ("--to", "hils", *far, "--focus-heads", 2, "reading=windows")
-        code, out, _ = command("convert", base, "-o", tmp_path / name, *words)
-        assert code == 0
-        assert "Key/value heads that find most in other words" in out
-        config = json.loads((tmp_path / name / "config.json").read_text())
-        pairs, kinds = config["focus_heads"], config.get("layer_types")
-        assert len(pairs) == 2
-        assert all(f"layer {layer} head {head} (" in out for layer, head in pairs)
-        if not far:
-            assert kinds is None
-            continue
-        choosing = {number for number, kind in enumerate(kinds) if kind == "full_attention"}
-        (best,) = [n for n in range(4) if f" it should repeat: {n} (" in out]
-        assert choosing == {best, *(layer for layer, _ in pairs)}
-
-
-def test_focus_heads_that_cannot_be_chosen(base: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
-    words = ("convert", base, "-o", tmp_path / "new", "--focus-heads", 1)
-    assert "focus_heads: expected none with --to drt, which has no focus" in refused(
-        *words, "--to", "drt", *DRT
-    )
-    assert "which has no focus" in refused(*words, "--to", "sliding_window", "--far-layers", 1)
-    assert refused(*words, "reading=windows").startswith("trailmark: to: expected one of")
-    assert "focus_heads: expected none without reading=windows" in refused(*words, "--to", "hils")
-    hils = ("--to", "hils", "reading=windows")
-    assert "none beside the field focus_heads" in refused(*words, *hils, "focus_heads=[[0,0]]")
-    assert "none with --dry-run" in refused(*words, *hils, "--dry-run")
-    assert "trained on texts of at least" in refused(*words, *hils)
-    assert "expected 1 to 8 key/value heads" in refused(*words[:-1], 9, *hils)
-    assert not (tmp_path / "new").exists()
-
-
 def test_far_layers_that_cannot_be_chosen(base: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     words = ("convert", base, "-o", tmp_path / "new", "--far-layers", 2)
     assert "none with --to drt" in refused(*words, "--to", "drt", *DRT)

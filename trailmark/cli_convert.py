@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -15,7 +13,6 @@ import typer
 from trailmark.settings import Settings, setting, takes
 
 if TYPE_CHECKING:
-    from trailmark.models.conversion.base import Base
     from trailmark.report.console import Progress
 
 
@@ -59,14 +56,6 @@ class ConvertSettings(Settings):
         default="all",
         least=1,
     )
-    focus_heads: int | None = setting(
-        None,
-        "With --to hils and reading=windows: this many key/value heads decide as much as all together which "
-        "passages a question is about, those that find most in other words (it reads 40 short questions); their layers "
-        "choose chunks too.",
-        default="all of the layers that choose",
-        least=1,
-    )
     dtype: str | None = setting(
         None,
         "Of the weights that are written.",
@@ -92,7 +81,8 @@ def convert(settings: ConvertSettings) -> None:
     progress = Progress()
     progress.show(f"Looking at {settings.model}")
     fields = settings.fields
-    fields += tuple(_looks(settings, progress))
+    if settings.far_layers is not None:
+        fields += (_far_layers(settings, settings.far_layers, progress),)
 
     def show(done: int, total: int) -> None:
         progress.show(f"{bar(done, total)} {done:,}/{total:,} parameters")
@@ -130,66 +120,33 @@ def convert(settings: ConvertSettings) -> None:
             typer.echo(f"Next: trailmark read {made} TEXT --memory MEMORY")
 
 
-def _looks(settings: ConvertSettings, progress: Progress) -> Iterator[str]:
-    """The fields that say which layers and heads look where. Before they are looked for all else is checked."""
-    far, heads = settings.far_layers, settings.focus_heads
-    if far is None and heads is None:
-        return
-    from trailmark.evaluation.far_layers import expect_far_layers, layer_types
-    from trailmark.evaluation.focus_heads import expect_focus_heads
+def _far_layers(settings: ConvertSettings, count: int, progress: Progress) -> str:
+    """The field layer_types, of the layers that look far most. Before they are looked for all else is checked."""
+    from trailmark.evaluation.far_layers import expect_far_layers, layer_types, measure_far_layers
     from trailmark.models.conversion import convert as converting
+    from trailmark.report.console import bar
 
-    asked = {
-        name: count for name, count in (("far_layers", far), ("focus_heads", heads)) if count is not None
-    }
+    def refusal(other: str) -> ValueError:
+        return ValueError(f"far_layers: expected none {other}, got {count}. Leave one of them out.")
 
-    def refusal(other: str, *names: str) -> ValueError:
-        name = next(name for name in names or asked if name in asked)
-        return ValueError(f"{name}: expected none {other}, got {asked[name]}. Leave one of them out.")
-
-    given = {field.partition("=")[0] for field in settings.fields}
     if settings.dry_run:
         raise refusal("with --dry-run, which reads no weights")
     if settings.additions is not None:
         raise refusal("with --additions, which say it")
-    if "layer_types" in given:
+    if any(field.startswith("layer_types=") for field in settings.fields):
         raise refusal("beside the field layer_types")
-    if heads is not None and settings.to not in ("hils", None):
-        raise refusal(f"with --to {settings.to}, which has no focus (hils has)", "focus_heads")
     if settings.to not in ("hils", "sliding_window", None):
         raise refusal(
             f"with --to {settings.to}, whose layers are not of two kinds (those of hils and sliding_window are)"
         )
-    if heads is not None and "focus_heads" in given:
-        raise refusal("beside the field focus_heads", "focus_heads")
-    if heads is not None and not {"num_focus_chunks", "reading"} & given:
-        raise refusal("without reading=windows or num_focus_chunks: there is no focus", "focus_heads")
     converting.expect_new(settings.output)
     base = converting.open_any_base(settings.model)
-    full = [window is None for window in base.windows]
-    fields = settings.fields
-    if far is not None:
-        expect_far_layers(base, far)
-        fields += (
-            layer_types([number for number, sees_all in enumerate(full) if sees_all][:far], len(full)),
-        )
-    if heads is not None:
-        expect_focus_heads(base, heads)
-        # stands for any: whether this conversion can have them
-        fields += (f"focus_heads=[[{full.index(True)},0]]",)
+    full = expect_far_layers(base, count)
+    some = [number for number, sees_all in enumerate(full) if sees_all][:count]
+    fields = (*settings.fields, layer_types(some, len(full)))
     converting.convert(
         settings.model, settings.output, settings.to, fields, dtype=settings.dtype, dry_run=True
     )
-    found = [] if heads is None else _focus_heads(base, heads, progress)
-    if found:
-        yield f"focus_heads={json.dumps(found)}"
-    if far is not None:
-        yield layer_types({*_far_layers(base, far, progress), *(layer for layer, _ in found)}, len(full))
-
-
-def _far_layers(base: Base, count: int, progress: Progress) -> set[int]:
-    from trailmark.evaluation.far_layers import measure_far_layers
-    from trailmark.report.console import bar
 
     def show(done: int, total: int) -> None:
         progress.show(f"Which layers look far: {bar(done, total)} {done}/{total} texts")
@@ -199,33 +156,11 @@ def _far_layers(base: Base, count: int, progress: Progress) -> set[int]:
     best = found.best(count)
     shown = ", ".join(f"{number} ({found.mass[number]:.2f})" for number in best)
     typer.echo(
-        f"The {count} of {len(found.full)} layers that look far most, and the share of attention that a head of theirs "
-        f"has on what it should repeat: {shown}. The model gave {found.right:.0%} of the answers."
+        f"The {count} of {len(full)} layers that look far most, and the share of attention that a head of theirs has "
+        f"on what it should repeat: {shown}. The model gave {found.right:.0%} of the answers."
     )
     if not found.right:
         typer.echo(
             "It gave none, so where it looks may say little: compare with layers of your own (layer_types)."
         )
-    return set(best)
-
-
-def _focus_heads(base: Base, count: int, progress: Progress) -> list[list[int]]:
-    from trailmark.evaluation.focus_heads import TOLD, measure_focus_heads
-    from trailmark.report.console import bar
-
-    def show(done: int, total: int) -> None:
-        progress.show(f"Which heads find what is asked for: {bar(done, total)} {done}/{total} questions")
-
-    found = measure_focus_heads(base, progress=show)
-    progress.clear()
-    best = found.best(count)
-    shown = ", ".join(f"layer {n} head {j} ({found.right[n, j]:.2f})" for n, j in best)
-    typer.echo(
-        "Key/value heads that find most in other words, and the share of questions for which the right one of "
-        f"{len(TOLD)} sentences gets most of their attention: {shown}."
-    )
-    if min(found.right[n, j] for n, j in best) <= 2 / len(TOLD):
-        typer.echo(
-            f"By chance it would be {1 / len(TOLD):.2f}: they may find nothing. Compare with a conversion without them."
-        )
-    return best
+    return layer_types(best, len(full))

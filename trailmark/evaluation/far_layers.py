@@ -93,7 +93,7 @@ def measure_far_layers(
             f"far_layers: expected a base that was trained on texts of at least {length} tokens, which hold a sentence "
             f"{WINDOW} tokens back, {base.name} was on {base.trained_length}. Name the layers yourself, by layer_types."
         )
-    model = opened(base)
+    model = _opened(base)
     filler = Filler(tokenize(standard_library_texts("haystack")[:_SOURCES], tokenizer), task.format.replaced)
     total, right = np.zeros(len(base.windows)), 0
     for number in range(texts):
@@ -110,7 +110,7 @@ def measure_far_layers(
     return FarLayers((total / texts).tolist(), [window is None for window in base.windows], right / texts)
 
 
-def opened(base: Base) -> Any:
+def _opened(base: Base) -> Any:
     """The model, by transformers."""
     from transformers import AutoModelForCausalLM as Auto
 

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.smollm2 import convert_smollm2, smollm2_for_a_test
 from trailmark.evaluation.far_layers import measure_far_layers
-from trailmark.evaluation.focus_heads import measure_focus_heads
 from trailmark.models import DRTForCausalLM, HiLSForCausalLM, SlidingWindowForCausalLM
 from trailmark.models.conversion.convert import convert, open_any_base
 
@@ -89,13 +88,6 @@ def test_the_layers_that_look_far() -> None:
     assert {7, 17, 18} < set(found.best(7))
     assert found.right > 0
     assert max(found.mass[:3]) < 0.1  # of the first layers none does
-
-
-def test_the_head_that_finds_what_means_the_same() -> None:
-    """It stands out whatever stands between the sentences, and in whatever order they do."""
-    found = measure_focus_heads(open_any_base(smollm2_for_a_test()), texts=1, seed=1)
-    assert found.best(1) == [[15, 2]]
-    assert found.right[15, 2] > 0.3  # by chance .05
 
 
 @pytest.mark.parametrize("name", ["window", "drt"])

@@ -31,8 +31,6 @@ CASES: list[tuple[int, dict[str, Any]]] = [
         },
     ),
     (2, {"calibration_rank": 2, "far_position": "window", "far_distance": 11}),
-    (1, {"focus_heads": [[1, 1], [2, 0], [2, 1]]}),
-    (1, {"focus_heads": [[2, 0]], "layer_types": ["sliding_attention", "full_attention", "full_attention"]}),
 ]
 READ, ASKED, LENGTH = 48, 5, 61
 
@@ -51,18 +49,12 @@ def chunks_of(cache: ChunkCache, row: int = 0) -> list[int]:
 
 
 def focus_in_words(exact: NaiveHiLS, asked: range, count: int, read: int = READ) -> set[int]:
-    """Written as it is said: sums of squared shares, some heads as all, a third of the best, those beside."""
-    sums, of_heads, config = Counter[int](), Counter[int](), exact.config
-    for number, layer in zip(config.retrieving_layers, exact.shares, strict=True):
+    """Written as it is said: sums of squared shares, a third of the best, and the chunks beside."""
+    sums = Counter[int]()
+    for layer in exact.shares:
         for t in asked:
-            for j, head in enumerate(layer[t]):
-                squares = {m: share**2 for m, share in head.items()}
-                sums.update(squares)
-                if [number, j] in (config.focus_heads or ()):
-                    of_heads.update(squares)
-    if of_heads:
-        most, own = max(sums.values()), max(of_heads.values())
-        sums = Counter({m: sums[m] / most + of_heads[m] / own for m in sums})
+            for head in layer[t]:
+                sums.update({m: share**2 for m, share in head.items()})
     best = sorted(sums, key=lambda m: (-sums[m], m))[:count]
     best = [m for m in best if sums[m] >= sums[best[0]] / 3]
     closed = read // exact.config.chunk_size
@@ -89,13 +81,6 @@ def test_a_question_and_its_answer_choose_what_the_question_looked_at_most(
         answer = model(ids[:, t : t + 1], past_key_values=cache, output_retrieval=True)
         assert_same(answer.logits[0], exact.logits[t : t + 1])
         assert read_in(answer.retrieval, 0) == [layer[t : t + 1] for layer in exact.retrieval]
-
-
-def test_a_model_of_fewer_layers_has_heads_of_all() -> None:
-    """As a footprint is estimated by."""
-    config = focused(1, focus_heads=[[2, 0]]).config
-    assert config.with_fewer_layers(2).focus_heads is None
-    assert config.with_fewer_layers(2).num_hidden_layers == 2
 
 
 def test_with_all_chunks_in_focus_nothing_changes_a_bit() -> None:
@@ -326,12 +311,6 @@ def test_shares_are_squared_and_added_up_over_tokens_layers_and_heads() -> None:
     assert found(2) == [2, 3, 4, 6, 7, 8]
     assert found(9) == found(3) == [2, 3, 4, 6, 7, 8, 9, 10, 11]
     assert found(9, 11) == [2, 3, 4, 6, 7, 8, 9, 10]
-    # .49 + 1 for 10, .72 + .73 for 3, and 1 for 7, which these heads do not look at
-    (focus,) = focus_of(
-        layers, np.array([12]), 2, [ChunkSelection(*(x[:, 1:] for x in layers[1])), layers[0]]
-    )
-    assert focus is not None
-    assert focus.chunks.tolist() == [2, 3, 4, 9, 10, 11]
     nothing = ChunkSelection(*(torch.full_like(x, -1) for x in layers[0]))
     assert focus_of([nothing], np.array([12]), 9) == (None,)
 
@@ -343,10 +322,6 @@ def test_shares_are_squared_and_added_up_over_tokens_layers_and_heads() -> None:
         (
             {"num_focus_chunks": 4, "chunk_score": "mass", "chunk_weights": "keys"},
             "num_focus_chunks: expected None with chunk_score 'mass'",
-        ),
-        *(
-            ({"num_focus_chunks": 1, "focus_heads": heads}, "focus_heads: expected None or different pairs")
-            for heads in ([], [[0]], [[3, 0]], [[0, 2]], [[-1, 0]], [[0, 0], [0, 0]])
         ),
     ],
 )

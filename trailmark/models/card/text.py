@@ -26,8 +26,8 @@ _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_lower_layers", "num_encoder_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "qk_norm", "sliding_window",
     "layer_types", "window_position", "rope_scaling", "chunk_size",
-    "num_retrieved_chunks", "num_focus_chunks", "focus_heads", "summary_tokens", "reading", "far_position",
-    "far_distance", "num_sinks", "num_retrieval_groups", "retriever", "embedder", "retrieve_per", "memory_position",
+    "num_retrieved_chunks", "num_focus_chunks", "summary_tokens", "reading", "far_position", "far_distance",
+    "num_sinks", "num_retrieval_groups", "retriever", "embedder", "retrieve_per", "memory_position",
     "local_length", "max_position_embeddings", "block_size", "num_states", "dtype",
 )  # fmt: skip
 _DATA = (
@@ -118,8 +118,7 @@ def _shown(value: object, digits: str = ".3f") -> str:
     if isinstance(value, float):
         return format(value, digits)
     if isinstance(value, list | tuple):
-        parts = [json.dumps(part) if isinstance(part, list) else _shown(part, "g") for part in value]
-        return ", ".join(parts)
+        return ", ".join(_shown(part, "g") for part in value)
     return plain(json.dumps(value, sort_keys=True) if isinstance(value, Mapping) else value)
 
 

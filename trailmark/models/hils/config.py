@@ -46,13 +46,10 @@ class HiLSConfig(TrailmarkConfig):
             third of the best one's. It and its answer choose among these, those right before and after them, and what
             comes later. So a long text's other chunks, of which some look a little like those that are asked for, take
             no attention from them, and an answer's tokens look over as many chunks as in a short text. None: among all.
-        focus_heads: pairs [layer, key/value head] whose sum of squared shares, divided by its largest, is added to that
-            of all heads, divided likewise; their layers choose chunks. None: all heads count alike. ``trailmark convert
-            --focus-heads`` finds those of a base that look at what is asked for in other words too.
     """
 
     model_type = "trailmark_hils"
-    newer = TrailmarkConfig.newer | {"far_distance", "reading", "num_focus_chunks", "focus_heads"}
+    newer = TrailmarkConfig.newer | {"far_distance", "reading", "num_focus_chunks"}
 
     window_position: Literal["alibi", "rope"] = "rope"
     chunk_size: int = 63
@@ -66,7 +63,6 @@ class HiLSConfig(TrailmarkConfig):
     far_distance: int | None = None
     reading: Literal["chooses", "windows"] = "chooses"
     num_focus_chunks: int | None = None
-    focus_heads: list[list[int]] | None = None
 
     @property
     def hides_landmarks(self) -> bool:
@@ -132,7 +128,7 @@ class HiLSConfig(TrailmarkConfig):
 
     def arithmetic_fields(self) -> list[tuple[str, object]]:
         """As elsewhere, but for how many chunks are read or looked at, where no memory depends on it."""
-        free = {"num_focus_chunks", "focus_heads"}
+        free = {"num_focus_chunks"}
         if self.remembers_windows and self.retrieves:
             free.add("num_retrieved_chunks")
         return [(name, x) for name, x in super().arithmetic_fields() if name not in free]
@@ -140,7 +136,7 @@ class HiLSConfig(TrailmarkConfig):
     def with_fewer_layers(self, count: int) -> Self:
         if self.layer_types is not None:
             return self  # layers of both kinds stand between each other
-        return with_fields(self, num_hidden_layers=min(self.num_hidden_layers, count), focus_heads=None)
+        return with_fields(self, num_hidden_layers=min(self.num_hidden_layers, count))
 
     def validate_architecture(self) -> None:
         super().validate_architecture()
@@ -196,19 +192,6 @@ class HiLSConfig(TrailmarkConfig):
             "layer_types",
             self.layer_types,
             "'full_attention' for some layer, which chooses chunks",
-        )
-        heads = self.focus_heads
-        layers, most = self.retrieving_layers, self.num_key_value_heads
-        expect(
-            heads is None
-            or (
-                len(heads) == len({tuple(pair) for pair in heads}) > 0
-                and all(len(p) == 2 and p[0] in layers and 0 <= p[1] < most for p in heads)
-            ),
-            "focus_heads",
-            heads,
-            f"None or different pairs [layer, key/value head], of layers that choose chunks ({layers}) and heads from "
-            f"0 to {most - 1}",
         )
         expect(
             self.chunk_score != "mass" or self.chunk_weights == "keys",

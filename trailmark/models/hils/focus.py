@@ -18,10 +18,7 @@ _LEAST = 1 / 3
 
 
 def focus_of(
-    retrieval: Sequence[ChunkSelection],
-    num_chunks: Integers,
-    count: int,
-    of_heads: Sequence[ChunkSelection] = (),
+    retrieval: Sequence[ChunkSelection], num_chunks: Integers, count: int
 ) -> tuple[Focus | None, ...]:
     """Of each row the chunks at which its tokens look sharply, ``count`` at most, and those right beside them.
 
@@ -29,40 +26,27 @@ def focus_of(
     decide, and not the many whose attention is spread over chunks that merely look alike. A chunk that gets less than a
     third of what the best one got stays out. What is asked for often begins in one chunk and ends in the next.
 
-    Some heads may decide as much as all together: then the sum of these and the sum of all are each divided by their
-    largest, and added. So one question finds what is said in its words and what means the same.
-
     Args:
         retrieval: of layers, and of pieces of the question, what tokens chose, [B, T, J, K]; its scores are logarithms
             of shares of attention.
         num_chunks: [B] of the memory.
-        of_heads: the same of those heads alone.
 
     Returns:
         None: nothing of the memory was chosen, and nothing is left out.
     """
     rows: list[Focus | None] = []
     for row, most in enumerate(num_chunks.tolist()):
-        sums = _squares(retrieval, row, most)
-        if of_heads and bool(sums.any()):
-            own = _squares(of_heads, row, most)
-            sums = sums / sums.max() + own / own.max().clamp(min=torch.finfo(own.dtype).tiny)
+        sums = torch.zeros(most, dtype=torch.float64)
+        for layer in retrieval:
+            chosen = layer.indices[row] >= 0
+            squares = (2 * layer.scores[row][chosen].double()).exp()
+            sums.index_add_(0, layer.indices[row][chosen].cpu(), squares.cpu())
         best = torch.argsort(sums, descending=True, stable=True)[:count]
         best = best[(sums[best] > 0) & (sums[best] >= _LEAST * sums[best[:1]])]
         near = (best[:, None] + torch.arange(-1, 2)).flatten().numpy()
         near = np.unique(near[(near >= 0) & (near < most)])
         rows.append(Focus(near, most) if len(near) else None)
     return tuple(rows)
-
-
-def _squares(retrieval: Sequence[ChunkSelection], row: int, most: int) -> torch.Tensor:
-    """[most] of one row's chunks, the sums of squared shares of attention."""
-    sums = torch.zeros(most, dtype=torch.float64)
-    for layer in retrieval:
-        chosen = layer.indices[row] >= 0
-        squares = (2 * layer.scores[row][chosen].double()).exp()
-        sums.index_add_(0, layer.indices[row][chosen].cpu(), squares.cpu())
-    return sums
 
 
 def in_focus(focuses: Sequence[Focus | None], num_chunks: Integers, count: int) -> Integers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,16 +262,8 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
             cache.state = replace(cache.state, focus=())
             # what the window shows now is beyond it once an answer is written
             looks = self._piece_by_piece(text.ids, self._lay_out(text, cache), cache, known=chunks)
-            chosen = [selected for _, _, selected in looks]
-        layers = [layer for selected in chosen for layer in selected]
-        heads = [head for selected in chosen for head in self._of_focus_heads(selected)]
-        cache.state = replace(cache.state, focus=focus_of(layers, chunks, count, heads))
-
-    def _of_focus_heads(self, selected: Sequence[ChunkSelection]) -> Iterator[ChunkSelection]:
-        """Of what tokens chose in each layer [B, T, J, K] the part of ``focus_heads``."""
-        for number, chosen in zip(self.config.retrieving_layers, selected, strict=True):
-            if heads := [head for layer, head in self.config.focus_heads or () if layer == number]:
-                yield ChunkSelection(*(x[:, :, heads] for x in chosen))
+            chosen = [layer for _, _, selected in looks for layer in selected]
+        cache.state = replace(cache.state, focus=focus_of(chosen, chunks, count))
 
     def _remember(self, tokens: Tensor, grid: Grid, cache: ChunkCache) -> None:
         """Read tokens [B, T] with windows alone, of the last layer no more than what is kept."""
