@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -204,22 +205,32 @@ def test_a_full_queue_and_a_deadline_are_told(models: dict[str, Path]) -> None:
         del streams
 
 
-def test_a_look_at_the_memory_knows_the_deadline(
+def test_a_look_that_waits_knows_the_deadline(
     models: dict[str, Path], book: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = {"focus": models["focus"]}
-    with serving(few, memories=tmp_path / "memories", limits={"seconds": 0.2}) as made:
+    """Its turn came too late: the memory is not looked at for it any more."""
+    few, looks = {"focus": models["focus"]}, []
+    focus = HiLSForCausalLM.focus
+    with serving(few, memories=tmp_path / "memories", limits={"seconds": 0.5}) as made:
         made.append("late", "book.txt", book)
-        focus = HiLSForCausalLM.focus
 
         def slow(*args: Any) -> None:
-            time.sleep(0.6)
+            looks.append(args)
+            eventually(lambda: made.metric("trailmark_engine_waiting") == 2)
+            time.sleep(0.7)  # until the time of the other one is over
             focus(*args)
 
         monkeypatch.setattr(HiLSForCausalLM, "focus", slow)
-        with pytest.raises(openai.InternalServerError) as error:
-            made.openai.completions.create(model="focus+late", prompt="x", max_tokens=2)
-        assert (error.value.status_code, error.value.code) == (503, "timeout")
+
+        def ask() -> tuple[int, str | None]:
+            with pytest.raises(openai.InternalServerError) as error:
+                made.openai.completions.create(model="focus+late", prompt="x", max_tokens=2)
+            return error.value.status_code, error.value.code
+
+        with ThreadPoolExecutor(2) as pool:
+            both = [pool.submit(ask) for _ in range(2)]
+            assert [one.result() for one in both] == [(503, "timeout")] * 2
+        assert len(looks) == 1
 
 
 def test_nothing_of_an_answer_waits_for_the_collector(live: Server, book: str) -> None:

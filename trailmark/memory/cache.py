@@ -116,7 +116,8 @@ class ChunkCache(Cache):
     def window_bytes(self) -> int:
         """Bytes of the windows, the open chunk, what it reads, recurrent states and what waits for the upper layers.
 
-        Not of the copy in float32 that decoding on a CPU makes of what the open chunk reads in a lower precision.
+        What decoding on a CPU copies of what the open chunk reads, in a lower precision or with absent keys, is not
+        counted.
         """
         if self.state is None:
             return 0

@@ -18,7 +18,7 @@ from trailmark.memory.fetching import Located, fetch_each, fetch_once
 from trailmark.memory.saved import next_chunk_file
 from trailmark.memory.search import ExactSearch
 from trailmark.memory.tables import Booleans, Integers, Landmarks, Tables, as_read, as_stored
-from trailmark.memory.tiers.base import tier_named
+from trailmark.memory.tiers.base import TIERS, tier_named
 from trailmark.memory.tiers.disk import expect_there
 from trailmark.memory.tiers.recent import RecentRecords
 from trailmark.memory.tiers.records import ChunkStore, RecordLayout
@@ -217,7 +217,7 @@ class ChunkMemory:
     @property
     def keeps_tokens(self) -> bool:
         """Whether its records are tokens."""
-        return tier_named(self.tier).keeps_tokens
+        return TIERS[self.tier].keeps_tokens
 
     @property
     def keeps_kv(self) -> bool:

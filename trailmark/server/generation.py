@@ -101,11 +101,10 @@ class Generation(Generic[Body]):
         """Have each prompt look at the memory, where its model focuses, and then be answered.
 
         Raises:
-            RequestError: a full queue, or looks that took all of the request's time.
+            RequestError: a full queue, or a look whose turn did not come within the request's time.
         """
         try:
-            async with asyncio.timeout(self._deadline - time.monotonic()):
-                caches = [await self._looked(number) for number in range(len(self.prompts))]
+            caches = [await self._looked(number) for number in range(len(self.prompts))]
             self.written = [
                 Written(self.served, self.body.stops, self._opened, prompt.tokens, prompt.landmark)
                 for prompt in self.prompts
@@ -123,7 +122,8 @@ class Generation(Generic[Body]):
         """A branch of the memory, with the focus of a prompt; None: nothing was read before."""
         cache = None if self._opened is None else self._opened.branch()
         if cache is not None and self.served.subject.model.focuses:
-            await self.served.engine.focus(cache, self.prompts[number].asks)
+            async with asyncio.timeout(self._deadline - time.monotonic()):
+                await self.served.engine.focus(cache, self.prompts[number].asks)
         return cache
 
     def _sampling(self, number: int) -> Sampling:

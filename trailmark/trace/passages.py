@@ -74,7 +74,7 @@ class _File:
                 if end is not None:
                     break
         except _Nowhere:
-            self.trouble = "is of a tokenizer that does not say where tokens stand"
+            self.trouble = "was read with a tokenizer that does not say where tokens stand"
         except (ValueError, OSError):
             self.trouble = "is gone or no text any more"
         else:

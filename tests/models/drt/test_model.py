@@ -143,18 +143,34 @@ def test_what_calls_share_changes_no_bit(options: dict[str, Any], monkeypatch: p
         later = [model(ids[:, at : at + 1], past_key_values=cache) for at in range(18, 40)]
         return torch.cat([out.logits for out in (first, *later)], dim=1)
 
+    served = _watched_again(monkeypatch)
     shared = decoded()
+    assert served.count(True) > len(served) / 3 > 0  # of 22 tokens few begin a chunk
     monkeypatch.setattr(ReadAgain, "serves", lambda *_: False)
     assert torch.equal(decoded(), shared)
 
 
+def _watched_again(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each call that others may share something with, whether it did."""
+    serves, served = ReadAgain.serves, list[bool]()
+
+    def watched(self: ReadAgain, *args: Any) -> bool:
+        served.append(serves(self, *args))
+        return served[-1]
+
+    monkeypatch.setattr(ReadAgain, "serves", watched)
+    return served
+
+
 @torch.no_grad()
-def test_layers_that_accelerate_moves_decode_too() -> None:
+def test_layers_that_accelerate_moves_decode_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = drt(2), tokens(30)
     expected = in_calls(model, ids.split([20] + [1] * 10, dim=1))[0]
     for layer in model.upper_layers:
         add_hook_to_module(layer, AlignDevicesHook(execution_device="cpu"))
+    served = _watched_again(monkeypatch)
     assert torch.equal(in_calls(model, ids.split([20] + [1] * 10, dim=1))[0], expected)
+    assert served.count(True) > len(served) / 3 > 0
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])

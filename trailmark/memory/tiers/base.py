@@ -58,7 +58,6 @@ def tier_named(tier: str) -> type[ChunkStore]:
     Raises:
         ValueError: there is none of that name.
     """
-    if tier not in TIERS:  # decoding asks for each token, so the message is made only here
-        expected = "one of " + ", ".join(map(repr, TIERS))
-        require(False, "memory_tier", repr(tier), expected, "'device' is fastest, 'disk' holds most.")
+    expected = "one of " + ", ".join(map(repr, TIERS))
+    require(tier in TIERS, "memory_tier", repr(tier), expected, "'device' is fastest, 'disk' holds most.")
     return TIERS[tier]

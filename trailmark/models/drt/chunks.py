@@ -39,9 +39,7 @@ class Reading(NamedTuple):
     indices: Tensor  # [B, N, K] into the table
     weights: Tensor  # [B, N, K]
     lengths: Tensor | None  # [B, M]; None: all S
-    again: Any = (
-        None  # of chunks that later calls read too a ReadAgain for each set of heads; of a layer its own
-    )
+    again: Any = None  # where later calls read the same, ReadAgain by set of heads; after of_set, of that one
 
 
 def of_set(reading: Reading, number: int, heads: int) -> Reading:
