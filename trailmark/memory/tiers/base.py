@@ -58,6 +58,11 @@ def tier_named(tier: str) -> type[ChunkStore]:
     Raises:
         ValueError: there is none of that name.
     """
-    expected = "one of " + ", ".join(map(repr, TIERS))
-    require(tier in TIERS, "memory_tier", repr(tier), expected, "'device' is fastest, 'disk' holds most.")
+    require(
+        tier in TIERS,
+        "memory_tier",
+        repr(tier),
+        "one of " + ", ".join(map(repr, TIERS)),
+        "'device' is fastest, 'disk' holds most.",
+    )
     return TIERS[tier]
