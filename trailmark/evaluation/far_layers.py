@@ -128,14 +128,6 @@ def _opened(base: Base) -> Any:
     return model.eval()
 
 
-def read(model: Any, ids: torch.Tensor) -> Any:
-    """What a model of transformers keeps of a text [1, T]; afterwards its calls can give their attention weights."""
-    model.set_attn_implementation("sdpa")
-    past = model(ids, use_cache=True, logits_to_keep=1).past_key_values
-    model.set_attn_implementation("eager")  # which gives its weights
-    return past
-
-
 @torch.no_grad()
 def watched(model: Any, ids: torch.Tensor, answer: int, needle: slice) -> tuple[Any, bool]:
     """Where a model of transformers looks while it gives the answer that a text [1, T] ends with.
@@ -147,7 +139,9 @@ def watched(model: Any, ids: torch.Tensor, answer: int, needle: slice) -> tuple[
         Each layer's mass on the needle [layers], and whether each token of the answer was the likeliest.
     """
     before = ids.shape[1] - answer - 1  # the tokens from here on predict the answer
-    past = read(model, ids[:, :before])
+    model.set_attn_implementation("sdpa")
+    past = model(ids[:, :before], use_cache=True, logits_to_keep=1).past_key_values
+    model.set_attn_implementation("eager")  # which gives its weights
     out = model(ids[:, before:-1], past_key_values=past, output_attentions=True)
     # a layer with a window of its own keeps fewer keys: its numbers are not asked for
     mass = [weights[0, :, :, needle].float().sum(-1).mean(-1).max().item() for weights in out.attentions]
