@@ -1,6 +1,6 @@
 """What reading costs, how far it reaches, and what a token costs after it.
 
-    python benchmarks/reading.py [speed far token family memory saving search] [--model runs/demo/drt]
+    python benchmarks/reading.py [speed far token family memory dtypes saving search] [--model runs/demo/drt]
 
 Each part writes its results into benchmarks/reading.json; without a name, all run. Cases that are compared are
 interleaved in one process; medians of 7 rounds (of 3 for "family") are reported, with the lowest and the highest.
@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from trailmark.data.corpus import Tokens, load_tokenizer, read_texts, tokenize
 from trailmark.demo import MODELS
 from trailmark.evaluation.needles.ask import measure
 from trailmark.evaluation.needles.suite import NeedleSettings
-from trailmark.evaluation.subject import load
+from trailmark.evaluation.subject import Subject, load
 from trailmark.memory.search import ExactSearch, FaissSearch
 from trailmark.models import (
     DRTConfig,
@@ -131,11 +131,14 @@ def speed(folder: Path | None) -> list[dict[str, Any]]:
 
 
 def unseen_text() -> Tokens:
+    return tokenize(_unseen(), load_tokenizer("bytes"))
+
+
+def _unseen() -> Iterator[str]:
     """Sources of installed packages: none is the standard library's, of which the demo's texts are made."""
     root = Path(sysconfig.get_paths()["purelib"])
-    folders = sorted(p for p in root.iterdir() if p.is_dir() and any(p.rglob("*.py")))
-    texts = (text for folder in folders for text in _python_texts(folder))
-    return tokenize(texts, load_tokenizer("bytes"))
+    for folder in sorted(p for p in root.iterdir() if p.is_dir() and any(p.rglob("*.py"))):
+        yield from _python_texts(folder)
 
 
 def _python_texts(folder: Path) -> list[str]:
@@ -147,6 +150,17 @@ def _python_texts(folder: Path) -> list[str]:
         except ValueError:
             continue
     return texts
+
+
+def unseen_tokens(subject: Subject, count: int) -> Tensor:
+    """[1, count] the first tokens of such sources."""
+    tokens, missing = list[Tokens](), count
+    for text in _unseen():
+        tokens.append(tokenize([text], subject.tokenizer)[:missing])
+        missing -= len(tokens[-1])
+        if not missing:
+            break
+    return torch.from_numpy(np.concatenate(tokens).astype(np.int64))[None]
 
 
 def far(folder: Path | None) -> list[dict[str, Any]]:
@@ -315,6 +329,48 @@ def memory(folder: Path | None) -> list[dict[str, Any]]:
     return results
 
 
+# --- what keys and values are kept in ------------------------------------------------------------------------------
+
+_DTYPES, _ASKED_AFTER, _ASKED = ("float32", "bfloat16", "int8"), 16_384, 1024
+
+
+@torch.no_grad()
+def dtypes(folder: Path | None) -> list[dict[str, Any]]:
+    """What keys and values in fewer bits change: the next tokens of a text that was read, and needles found.
+
+    Of the shipped demo's model, and of that in ``folder`` without needles.
+    """
+    results = []
+    for name in ["demo", *([str(folder)] if folder else [])]:
+        subject = load(Path(name))
+        model, S = subject.model.float(), subject.chunk_size
+        ids, exact = unseen_tokens(subject, _ASKED_AFTER + _ASKED + 1), None
+        for dtype in _DTYPES:
+            cache = model.new_cache("host", memory_dtype=getattr(torch, dtype))
+            model.read(ids[:, :_ASKED_AFTER], cache)
+            logits = model(ids[:, _ASKED_AFTER:-1], past_key_values=cache).logits[0]
+            of_tokens = logits.double().log_softmax(-1)
+            exact = of_tokens if exact is None else exact
+            nats = -of_tokens.gather(1, ids[0, _ASKED_AFTER + 1 :, None]).mean()
+            off = (exact.exp() * (exact - of_tokens)).sum(1)  # Kullback-Leibler
+            memory = cache.memory
+            assert memory.store is not None
+            row: dict[str, Any] = {
+                "model": "demo" if name == "demo" else type(model).__name__,
+                "dtype": dtype,
+            }
+            row |= {"after": _ASKED_AFTER, "tokens": _ASKED, "nats": float(nats)}
+            row |= {"kl": float(off.mean()), "kl_most": float(off.max())}
+            row |= {"bytes_per_token": memory.store.record_bytes * memory.planes / S}
+            if name == "demo":
+                settings = NeedleSettings((K64,), format="marks", questions=300, memory_dtype=dtype)
+                (found,) = measure(subject, settings, unseen_text(), partial(print, end="\r", flush=True))
+                row |= {"length": K64} | {key: found[key] for key in ("questions", "correct", "recall")}
+            results.append(row)
+            print(row, flush=True)
+    return results
+
+
 # --- saving ------------------------------------------------------------------------------------------------
 
 
@@ -388,6 +444,7 @@ PARTS: dict[str, Callable[[Path | None], list[dict[str, Any]]]] = {
     "token": token,
     "family": family,
     "memory": memory,
+    "dtypes": dtypes,
     "saving": saving,
     "search": search,
 }
@@ -396,7 +453,7 @@ PARTS: dict[str, Callable[[Path | None], list[dict[str, Any]]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="default: all")
-    parser.add_argument("--model", type=Path, help="far: the demo's DRT")
+    parser.add_argument("--model", type=Path, help="far: the demo's DRT; dtypes: another one beside it")
     parser.add_argument("--memory-case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory_case:

@@ -68,6 +68,20 @@ _PARTS: dict[str, tuple[str, Columns]] = {
             "growth of the window": "{grown[window]:size}",
         },
     ),
+    "dtypes": (
+        "Keys and values kept in fewer bits, after 16,384 tokens of other packages' sources: the next 1,024 tokens' "
+        "nats, how far what is predicted is from float32 (Kullback-Leibler, nats a token), and single needles of the "
+        "demo's model in 65,536 tokens. Beside int8 landmark vectors are bfloat16.",
+        {
+            "model": "{model}",
+            "kept in": "{dtype}",
+            "keys and values of a token": "{bytes_per_token:,.0f} bytes",
+            "nats": "{nats:.4f}",
+            "from float32, mean": lambda r: f"{r['kl']:.1e}" if r["kl"] else "",
+            "most": lambda r: f"{r['kl_most']:.1e}" if r["kl"] else "",
+            "needles right": lambda r: f"{r['correct']} of {r['questions']}" if "correct" in r else "",
+        },
+    ),
     "saving": ("Seconds, a memory of 1,048,576 tokens, demo size.", {"": "{name}"}),
     "search": (
         "The 8 best of 262,144 landmarks, one query at a time.",

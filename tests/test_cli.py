@@ -27,6 +27,7 @@ from trailmark import cli
 from trailmark.evaluation import subject
 from trailmark.evaluation.subject import load, own_device
 from trailmark.files import read_json
+from trailmark.memory import manifest
 from trailmark.report.console import size
 
 Command = Callable[..., tuple[int, str, str]]
@@ -178,6 +179,33 @@ def test_a_memory_keeps_its_precision(trained: Path, tmp_path: Path, refused: Ca
     words = "read", trained / "run", trained / "text.txt", "--memory", tmp_path / "memory"
     cli.main([*map(str, words)])
     assert "memory_dtype: expected float32" in refused(*words, "--memory-dtype", "bfloat16")
+
+
+def test_a_memory_in_eight_bits(
+    trained: Path, tmp_path: Path, command: Callable[..., tuple[int, str, str]], refused: Callable[..., str]
+) -> None:
+    words = "read", trained / "run", trained / "text.txt", "--memory", tmp_path / "memory"
+    assert command(*words, "--memory-dtype", "int8")[0] == 0
+    assert (
+        manifest.read(tmp_path / "memory").format == manifest.QUANTIZED
+    )  # older versions say that they are older
+    assert command("verify", tmp_path / "memory")[0] == 0
+    asked = (
+        "generate",
+        trained / "run",
+        "--memory",
+        tmp_path / "memory",
+        "--prompt",
+        "~ABCD",
+        "--max-new-tokens",
+        "2",
+    )
+    assert command(*asked)[0] == 0
+    assert command(*words)[0] == 0  # read on as it is
+    assert "memory_dtype: expected int8" in refused(*words, "--memory-dtype", "bfloat16")
+    of_tokens = *words[:-1], tmp_path / "tokens", "--memory-tier", "tokens"
+    assert "memory_dtype: expected a floating one" in refused(*of_tokens, "--memory-dtype", "int8")
+    assert not (tmp_path / "tokens").exists()
 
 
 def test_a_memory_that_is_none(trained: Path, tmp_path: Path, refused: Callable[..., str]) -> None:

@@ -153,7 +153,9 @@ def test_without_what_stands_before_a_stretch_it_would_be_another(
 
 
 @pytest.mark.parametrize(
-    "options", [{"memory_tier": "tokens"}, {"memory_dtype": torch.bfloat16}], ids=["tokens", "bfloat16"]
+    "options",
+    [{"memory_tier": "tokens"}, {"memory_dtype": torch.bfloat16}, {"memory_dtype": torch.int8}],
+    ids=["tokens", "bfloat16", "int8"],
 )
 def test_other_tiers_and_types_too(options: Any, files: list[Path], tmp_path: Path) -> None:
     subject = subject_of("sinks")

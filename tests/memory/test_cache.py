@@ -421,16 +421,21 @@ def test_a_row_that_had_no_tokens_since_it_was_read_keeps_them() -> None:
 
 
 @EVERY_TIER
-@pytest.mark.parametrize("memory_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("memory_dtype", [None, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 def test_memory_grows_by_the_formula_and_the_window_stays(
     tier: str, dtype: torch.dtype, memory_dtype: torch.dtype | None
 ) -> None:
-    """Per chunk 2 S J D numbers, a landmark of E and 24 bytes; the window of the last positions' keys and values."""
+    """Per chunk 2 S J D numbers, a landmark of E and 24 bytes; the window of the last positions' keys and values.
+
+    In int8 also a scale of 4 bytes for each head's keys and for its values, and a landmark's numbers have 2.
+    """
     model = drt(2).to(dtype)
     cache = model.new_cache(memory_tier=tier, memory_dtype=memory_dtype, num_tokens=10_000)
     chunk = 2 * S * J * D * (memory_dtype or dtype).itemsize + E * dtype.itemsize + 24
+    if memory_dtype == torch.int8:
+        chunk += 2 * J * 4 - E * (dtype.itemsize - 2)
     model.read(tokens(50 * S), cache)
     window = cache.window_bytes()
     layers = sum(layer.num_bytes() for layer in cache.layers if layer.keys is not None)

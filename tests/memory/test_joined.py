@@ -243,11 +243,14 @@ def test_an_index_is_searched_for_rows_over_one_text_and_over_another() -> None:
         assert_same(out, torch.cat(exact))
 
 
-def test_memories_of_several_types_keep_theirs() -> None:
-    model, more = drt(2), tokens(20, batch=2, seed=9)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [drt, rpt, hils, hsa, landmark], ids=lambda make: make.__name__)
+@pytest.mark.sampled(2)
+def test_memories_of_several_types_keep_theirs(make: Any, dtype: torch.dtype) -> None:
+    model, more = make(), tokens(20, batch=2, seed=9)
     caches = [
-        [model.read(tokens(40, seed=b), model.new_cache(memory_dtype=dtype)) for _ in range(2)]
-        for b, dtype in enumerate((torch.bfloat16, None))
+        [model.read(tokens(40, seed=b), model.new_cache(memory_dtype=one)) for _ in range(2)]
+        for b, one in enumerate((dtype, None))
     ]
     together = ChunkCache.join([pair[0] for pair in caches])
     for piece in more.split([1] * 20, dim=1):
@@ -255,7 +258,7 @@ def test_memories_of_several_types_keep_theirs() -> None:
             out = model(piece, past_key_values=together).logits
             exact = [model(piece[b : b + 1], past_key_values=caches[b][1]).logits for b in range(2)]
         assert_same(out, torch.cat(exact))
-    assert together.leave([0]).memory.store.dtype == torch.bfloat16  # type: ignore[union-attr]
+    assert together.leave([0]).memory.store.dtype == dtype  # type: ignore[union-attr]
 
 
 def test_nothing_of_a_memory_is_copied() -> None:

@@ -473,11 +473,10 @@ def test_a_newer_format_asks_for_an_update(check: Any, folder: Path) -> None:
     save(folder, state(), HEADER, None, 0)
     body = json.loads((folder / MANIFEST).read_text())
     assert body["format"] == 1
-    newer = {"kind": body["kind"], "format": 3, "trailmark": "9.1", "else": 0}
+    newer = {"kind": body["kind"], "format": manifest.FORMAT + 1, "trailmark": "9.1", "else": 0}
     (folder / MANIFEST).write_text(json.dumps(newer))
-    with pytest.raises(
-        ValueError, match=r"memory of format 2 .* got 3, written by a newer trailmark \(9\.1\)"
-    ):
+    told = rf"memory of format {manifest.FORMAT} .* got {manifest.FORMAT + 1}, written by a newer trailmark \(9\.1\)"
+    with pytest.raises(ValueError, match=told):
         check(folder)
     next_chunk_file(folder)  # and nothing is removed from it
     assert "state-1.safetensors" in names(folder)

@@ -98,10 +98,15 @@ def test_counts_that_are_none_are_refused(came: Any) -> None:
         model.new_cache(num_tokens=came)
 
 
-@pytest.mark.parametrize("came", ["bfloat16", torch.int8], ids=str)
-def test_a_memory_is_of_floating_numbers(came: Any) -> None:
-    with pytest.raises(ValueError, match=r"^memory_dtype: expected a floating torch\.dtype or None"):
+@pytest.mark.parametrize("came", ["bfloat16", torch.int16, torch.float8_e4m3fn], ids=str)
+def test_a_memory_is_of_numbers_that_can_be_saved(came: Any) -> None:
+    with pytest.raises(ValueError, match=r"^memory_dtype: expected torch\.float64, .*torch\.int8 or None"):
         drt().new_cache(memory_dtype=came)
+
+
+def test_landmark_vectors_are_not_quantized() -> None:
+    with pytest.raises(ValueError, match=r"^memory_dtype: expected a floating one with memory_tier 'tokens'"):
+        drt().new_cache("tokens", memory_dtype=torch.int8)
 
 
 def test_nothing_is_sampled_at_temperature_0() -> None:

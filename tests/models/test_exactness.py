@@ -33,6 +33,7 @@ from tests.models.tiny import (
     tokens,
     window_model,
 )
+from trailmark.memory.tiers.quantized import dequantize, quantize
 from trailmark.models import DRTForCausalLM, TrailmarkForCausalLM, causal_lm
 
 HOWS = ("forward", "last", "read", "token by token")
@@ -72,7 +73,25 @@ class RoundedDRT(NaiveDRT):
 
     def encode(self, model: DRTForCausalLM, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         k, v, landmark = super().encode(model, rows)
-        return k.bfloat16().to(k.dtype), v.bfloat16().to(v.dtype), landmark
+        return self.rounded(k), self.rounded(v), self.landmark(landmark)
+
+    def landmark(self, x: Tensor) -> Tensor:
+        return x
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """x [n, sets, J, D]"""
+        return x.bfloat16().to(x.dtype)
+
+
+class QuantizedDRT(RoundedDRT):
+    """With keys and values kept in int8, landmark vectors in bfloat16."""
+
+    def landmark(self, x: Tensor) -> Tensor:
+        return x.bfloat16().to(x.dtype)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        record = x.permute(1, 2, 0, 3)[None]  # [1, sets, J, n, D]
+        return dequantize(quantize(record), tuple(record.shape[1:]))[0].permute(2, 0, 1, 3).to(x.dtype)
 
 
 @lru_cache(maxsize=32)
@@ -319,10 +338,11 @@ BEHIND = (
 @example(Story(PLAIN, (45, 13, 30), 0.0, (Step("read", (30, 12, 29), extra=2),)))
 @example(Story(PLAIN, (45,), 0.0, (Step("read", (40,)), Step("last", (1,)), Step("last", (3,), keep=3))))
 @example(Story(PLAIN, (45, 20), 0.2, (Step("last", (30, 9)),), memory_dtype=torch.bfloat16))
+@example(Story(PLAIN, (45, 20), 0.2, (Step("last", (30, 9)),), memory_dtype=torch.int8))
 @pytest.mark.slow
 def test_any_calls_of_any_batch_are_the_texts_alone(story: Story) -> None:
     model = drt_of(story.options)
-    naive = NaiveDRT if story.memory_dtype is None else RoundedDRT
+    naive = {None: NaiveDRT, torch.bfloat16: RoundedDRT, torch.int8: QuantizedDRT}[story.memory_dtype]
     texts = zip(story.texts(), story.marks(), strict=True)
     exact = [naive(model, text, *chunk_lengths(m, model.config.chunk_size)) for text, m in texts]
     Told(story, model, exact)

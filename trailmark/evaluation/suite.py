@@ -31,6 +31,7 @@ Row = Mapping[str, Any]
 Place = Literal["terminal", "page", "card"]
 PLACES: tuple[Place, ...] = ("terminal", "page", "card")
 DTYPES = ("float32", "bfloat16", "float16")
+MEMORY_DTYPES = (*DTYPES, "int8")
 
 Value = str | tuple[str, ...] | Callable[[Row], Any]
 """What is read from a row: a name in it ("ms_per_token.median": a part of what stands there), several names for the
@@ -381,10 +382,21 @@ def tiers_in_folders() -> tuple[str, ...]:
     return tuple(name for name, kind in TIERS.items() if kind.needs_folder)
 
 
+def expect_dtype_of(dtype: str | None, *tiers: str) -> None:
+    """Raise a ValueError where a tier of a suite's settings cannot keep its ``memory_dtype``."""
+    import torch
+
+    from trailmark.memory.tiers.base import expect_dtype
+
+    for tier in tiers:
+        expect_dtype(tier, None if dtype is None else getattr(torch, dtype))
+
+
 def dtype_setting() -> Any:
     return setting(
         None,
-        f"Of keys and values in memory, or with the tier tokens of landmark vectors: {', '.join(DTYPES)}.",
+        f"Of keys and values in memory: {', '.join(MEMORY_DTYPES)}, beside which landmark vectors are bfloat16. With "
+        "the tier tokens of landmark vectors, floating.",
         default="the model's",
-        choices=DTYPES,
+        choices=MEMORY_DTYPES,
     )

@@ -32,15 +32,26 @@ _LEAST_RECENT = 16  # chunks of many planes so kept: one token's of all layers, 
 
 
 def recent_chunks(record_bytes: int, planes: int = 1) -> int:
-    """How many chunks, used last, a memory keeps on the device in front of host and disk: ``planes`` records each."""
+    """How many chunks, used last, a memory keeps on the device in front of host and disk: ``planes`` records each.
+
+    Args:
+        record_bytes: of a record as it is given.
+    """
     least = 64 if planes == 1 else _LEAST_RECENT
     return min(_RECENT_CHUNKS, max(least, _RECENT_BYTES // (planes * record_bytes)))
+
+
+def landmark_dtype(own: torch.dtype, dtype: torch.dtype | None, keeps_tokens: bool) -> torch.dtype:
+    """What landmark vectors of the type ``own`` are kept in, in a memory of ``dtype`` that may keep tokens."""
+    if keeps_tokens:
+        return dtype or own
+    return torch.bfloat16 if dtype == torch.int8 and own.itemsize > 2 else own
 
 
 class MemoryEntries(NamedTuple):
     """What is kept of n chunks."""
 
-    k: Tensor  # [B, n, S, planes * J, D]
+    k: Tensor  # [B, n, S, planes * J, D]; what is absent is any, and has a part in the scales of int8: best 0
     v: Tensor  # [B, n, S, planes * J, D]
     landmarks: Tensor  # [B, n, E], or of any trailing shape [B, n, ..., E]
     lengths: Tensor  # [B, n] int64: keys that exist
@@ -97,7 +108,8 @@ class ChunkMemory:
     Args:
         capacity: chunks of all rows to make room for at once.
         folder: of tier "disk"; None: a temporary one.
-        dtype: of keys and values, or of a memory of tokens of landmark vectors; None: as they come.
+        dtype: of keys and values, or of a memory of tokens of landmark vectors; None: as they come. With int8 wider
+            landmark vectors are kept in bfloat16.
         search: over landmarks; None: exact.
         planes: records of a chunk.
         max_chunks: chunks of a row that count; None: all.
@@ -206,8 +218,7 @@ class ChunkMemory:
         tables.starts[row, place] = np.broadcast_to(starts, (B, n))[row, chunk]
         tables.lengths[row, place] = lengths[row, chunk]
         landmarks = entries.landmarks.detach()
-        if self.keeps_tokens and self.dtype is not None:
-            landmarks = landmarks.to(self.dtype)
+        landmarks = landmarks.to(landmark_dtype(landmarks.dtype, self.dtype, self.keeps_tokens))
         self._landmarks = self._landmarks.with_room(landmarks, end, gone, self.capacity, self.max_chunks)
         self._landmarks.write(landmarks, first, counts)
         short = size.short or bool((lengths[row, chunk] < self.keys_of_shape(records.shape)).any())
@@ -261,7 +272,7 @@ class ChunkMemory:
             encoded = EncodedStore(store, self.encoder.layout)
             self._recent = RecentRecords(encoded, recent_chunks(encoded.record_bytes))
         elif store.keeps_recent(store.device):
-            recent = recent_chunks(store.record_bytes, self.planes)
+            recent = recent_chunks(store.layout.given_bytes, self.planes)
             self._recent = RecentRecords(store, recent * self.planes)
 
     def _take_records(self, size: MemorySize, n: int) -> Integers:
@@ -363,7 +374,8 @@ class ChunkMemory:
         if records is None:
             store = self._some_store()
             with torch.inference_mode(False):
-                none = torch.zeros(1, *store.record_shape, dtype=store.dtype, device=store.device)
+                dtype = store.layout.given_dtype
+                none = torch.zeros(1, *store.record_shape, dtype=dtype, device=store.device)
             records = none.expand(len(wanted), *store.record_shape)
         return records.view(B, n, *records.shape[1:]), lengths.reshape(B, n)
 
@@ -621,7 +633,7 @@ class ChunkMemory:
         return old
 
     def num_bytes(self, size: MemorySize) -> int:
-        """Records in the store (2 S J D numbers of its type each); landmarks and 24 bytes of own chunks that count."""
+        """Records in the store; landmarks and 24 bytes of own chunks that count."""
         if self.store is None:
             return 0
         own = int((size.chunks - np.maximum(self.first_chunk(size), self._num_base)).sum())

@@ -89,7 +89,7 @@ class JoinedMemory(ChunkMemory):
             else:
                 store = next(m for m in self.memories if m.store or m.base)._some_store()
                 shape = *chunks.shape, *store.record_shape
-                records = torch.zeros(shape, dtype=store.dtype, device=store.device)
+                records = torch.zeros(shape, dtype=store.layout.given_dtype, device=store.device)
             for b, own in found.items():
                 records[b] = own[0]
         missing = np.setdiff1d(np.arange(len(chunks)), list(found))

@@ -19,8 +19,9 @@ from trailmark.memory.hashes import Signed, damaged
 from trailmark.settings import Settings, from_mapping, setting
 from trailmark.untrusted import brief
 
-FORMAT = 2
-KEEPS_TOKENS = 2  # the format of a memory of tokens; others are of the first, which older versions read
+FORMAT = 3
+# formats of memories that older versions do not read: of tokens, and in eight bits; all others are of the first
+KEEPS_TOKENS, QUANTIZED = 2, 3
 NAME = "memory.json"
 UNFINISHED = ".saving"  # a folder of files that are not yet whole
 CHUNKS = re.compile(r"chunks-([0-9]{1,18})\.bin")
@@ -36,7 +37,9 @@ BYTES_OF = {
     "uint8": 1,
     "uint16": 2,
     "int32": 4,
+    "int8": 1,
 }  # not asked of torch, which verify does without
+_SCALE_BYTES = 4  # in int8, of each head's keys and values
 MOST = 2**62  # of a size: products of such sizes are compared, not allocated
 _MOST_BYTES = 128 << 20  # of a manifest: the names of some hundred thousand texts
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -75,11 +78,11 @@ class ChunkFile(Settings):
     @property
     def keeps_tokens(self) -> bool:
         """Whether the records are tokens; else keys and values."""
-        return not self.dtype.startswith(("float", "bfloat"))
+        return self.dtype != "int8" and not self.dtype.startswith(("float", "bfloat"))
 
     @property
     def record_bytes(self) -> int:
-        return math.prod(self.record_shape) * BYTES_OF[self.dtype]
+        return record_bytes(self.record_shape, self.dtype)
 
     def signed(self, folder: Path) -> Signed:
         return Signed(folder / self.file, self.count, self.record_bytes, self.sha256)
@@ -119,6 +122,8 @@ class Manifest(Settings):
     def of(cls, **values: Any) -> Manifest:
         """A new one."""
         chunks: ChunkFile | None = values["chunks"]
+        if chunks is not None and chunks.dtype == "int8":
+            return cls(kind=_KIND, format=QUANTIZED, **values)
         made_of_tokens = chunks is not None and chunks.keeps_tokens
         return cls(kind=_KIND, format=KEEPS_TOKENS if made_of_tokens else 1, **values)
 
@@ -127,6 +132,13 @@ class Manifest(Settings):
         body = asdict(self)
         text = json.dumps({**body, "sha256": hash_body(body)}, indent=1) + "\n"
         write_text(folder / NAME, text, durable=True)
+
+
+def record_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of a record (2, J, S, D), or of tokens (S,), as a store keeps it."""
+    return math.prod(shape) * BYTES_OF[dtype] + (
+        _SCALE_BYTES * math.prod(shape[:-2]) if dtype == "int8" else 0
+    )
 
 
 def _expect_name(name: str, value: str, pattern: re.Pattern[str]) -> None:

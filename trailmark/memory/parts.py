@@ -7,7 +7,6 @@ holds of it beside its records, and their SHA-256: so it is known to be whole, o
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +21,7 @@ from trailmark.files import in_threads, lock
 from trailmark.memory import hashes, manifest, saved
 from trailmark.memory.chunks import ChunkMemory, MemorySize
 from trailmark.memory.hashes import Signed, pieces_of
-from trailmark.memory.manifest import BYTES_OF, MOST, expect_digests
+from trailmark.memory.manifest import BYTES_OF, MOST, expect_digests, record_bytes
 from trailmark.memory.saved import Saved
 from trailmark.memory.schema import Expected, expect_record_shape, expect_tables, expect_tensors
 from trailmark.memory.snapshot import fill
@@ -59,7 +58,7 @@ class Records(Settings):
 
     @property
     def record_bytes(self) -> int:
-        return math.prod(self.record_shape) * BYTES_OF[self.dtype]
+        return record_bytes(self.record_shape, self.dtype)
 
     @property
     def begin(self) -> int:

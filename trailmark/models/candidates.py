@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 
 import numpy as np
 import torch
@@ -162,16 +163,20 @@ def in_all_rows(
     Returns:
         None: there is no part.
     """
-    every: tuple[Tensor, ...] | None = None
-    for rows, memory in parts:
-        found = find(rows, memory)
-        if isinstance(rows, slice):  # all rows
-            return tuple(found)
-        if every is None:
-            every = tuple(x.new_full((B, *x.shape[1:]), no) for x, no in zip(found, nothing, strict=True))
-        for x, of_rows in zip(every, found, strict=True):
-            x[rows] = of_rows
-    return every
+    found = [(rows, find(rows, memory)) for rows, memory in parts]
+    if not found:
+        return None
+    if isinstance(found[0][0], slice):  # all rows
+        return tuple(found[0][1])
+    every = list[Tensor]()
+    for no, each in zip(nothing, zip(*(of_rows for _, of_rows in found), strict=True), strict=True):
+        # memories may keep vectors in types of their own
+        dtype = reduce(torch.promote_types, [x.dtype for x in each])
+        together = each[0].new_full((B, *each[0].shape[1:]), no, dtype=dtype)
+        for (rows, _), x in zip(found, each, strict=True):
+            together[rows] = x.to(dtype)
+        every.append(together)
+    return tuple(every)
 
 
 Search = Callable[[Rows, ChunkMemory, list[Tensor]], ChunkSelection]

@@ -25,7 +25,7 @@ from transformers import initialization as init
 
 from trailmark.memory import CacheState, ChunkCache, ChunkMemory, saved
 from trailmark.memory.schema import Expected
-from trailmark.memory.tiers.base import tier_named
+from trailmark.memory.tiers.base import expect_dtype, tier_named
 from trailmark.models.answers import ModelAnswers
 from trailmark.models.arguments import (
     CacheKey,
@@ -58,6 +58,7 @@ from trailmark.models.with_retrieved import without_retrieval
 
 # Tokens that ``read`` takes at a time: enough for efficient GEMMs, few enough to keep the memory constant.
 _READ_TOKENS = 4096
+_MEMORY_DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8
 
 
 class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedModel, ChunkGenerationMixin):
@@ -134,8 +135,10 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
             num_tokens: the length to come, if known: the first allocation is made for it.
             memory_folder: of "disk"; None: a temporary one, removed with the cache. Of "tokens"; None: they are kept
                 in RAM. A memory that was saved there stays until this cache is saved there.
-            memory_dtype: of keys and values in memory; None: the model's. Landmark vectors keep the model's, but with
-                an embedder float32 or wider; with "tokens", which keeps no keys and values, it is their dtype.
+            memory_dtype: of keys and values in memory, a float of 16 bits or more, or ``torch.int8`` (with a scale for
+                each head's keys and values of a chunk); None: the model's. Landmark vectors keep the model's, but with
+                an embedder float32 or wider, and beside int8 bfloat16; with "tokens", which keeps no keys and values,
+                it is their dtype.
             search: over landmarks; None: exact (:class:`trailmark.memory.ExactSearch`).
 
         Raises:
@@ -143,10 +146,10 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
                 encoded by themselves, a type that is not floating, a length that is none.
         """
         check_count("num_tokens", num_tokens, 0, "Leave it out where the length is not known.")
-        if memory_dtype is not None and not getattr(memory_dtype, "is_floating_point", False):
+        if memory_dtype is not None and memory_dtype not in _MEMORY_DTYPES:
             raise ValueError(
-                f"memory_dtype: expected a floating torch.dtype or None, got {memory_dtype!r}. Pass torch.bfloat16, or "
-                "None for the model's."
+                f"memory_dtype: expected {', '.join(map(str, _MEMORY_DTYPES))} or None, got {memory_dtype!r}. Pass "
+                "torch.bfloat16, or None for the model's."
             )
         if tier_named(memory_tier).keeps_tokens and not self.config.retrieves:
             memory_tier = "disk"  # there are no chunks to keep tokens of
@@ -157,6 +160,7 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
                 "is set, its chunks cannot be encoded again one by one, of the few tokens before them (docs/scale.md "
                 "says which models' can). Tier 'disk' holds most."
             )
+        expect_dtype(memory_tier, memory_dtype)
         config = self.config
         capacity = -(-num_tokens // getattr(config, "chunk_size", 1)) if num_tokens else 0
         folder = None if memory_folder is None else Path(memory_folder)

@@ -18,6 +18,7 @@ import torch
 from trailmark.memory.chunks import TABLE_BYTES, recent_chunks
 from trailmark.memory.encoding import smallest_dtype
 from trailmark.memory.tiers.base import tier_named
+from trailmark.memory.tiers.records import RecordLayout
 
 _IDS = 8  # bytes of a token's number
 
@@ -85,16 +86,25 @@ class CacheBytes:
 
 
 class NumberBytes(NamedTuple):
-    """Bytes of one number of each kind in a model's caches."""
+    """What numbers of each kind take in a model's caches: bytes of one, and of keys and values in memory the type."""
 
     own: int  # of the model's type
-    kept: int  # of keys and values in memory
+    kept: torch.dtype  # of keys and values in memory
     wide: int  # of scores and states that are never below float32
 
     @classmethod
     def of(cls, model: Any, memory_dtype: torch.dtype | None) -> NumberBytes:
         wide = torch.promote_types(model.dtype, torch.float32).itemsize
-        return cls(model.dtype.itemsize, (memory_dtype or model.dtype).itemsize, wide)
+        return cls(model.dtype.itemsize, memory_dtype or model.dtype, wide)
+
+    def landmark(self, is_wide: bool = False) -> int:
+        """Of a landmark vector's number; ``is_wide``: it is never below float32."""
+        own = self.wide if is_wide else self.own
+        return min(own, torch.bfloat16.itemsize) if self.kept == torch.int8 else own
+
+    def record(self, heads: int, keys: int, head_dim: int) -> RecordLayout:
+        """A record's: of the ``keys`` and as many values of each head."""
+        return RecordLayout((2, heads, keys, head_dim), self.kept, "meta")
 
 
 def kv_width(config: Any) -> int:
@@ -139,27 +149,34 @@ def embedder_size(model: Any) -> int:
 
 
 def chunk_cache_bytes(
-    model: Any, prompt: int, generated: int, number: NumberBytes, *, record: int, vectors: int, fetched: int
+    model: Any,
+    prompt: int,
+    generated: int,
+    number: NumberBytes,
+    *,
+    record: RecordLayout,
+    vectors: int,
+    fetched: int,
 ) -> CacheBytes:
     """The cache of a model whose layers have windows and whose closed chunks are kept.
 
     Args:
-        record: bytes of a chunk's keys and values, or of what they are made of.
+        record: of a chunk's keys and values, or of what they are made of.
         vectors: numbers of a chunk's landmark vectors, without those of an embedder.
         fetched: bytes that the open chunk reads.
     """
     config = model.config
     S, size = config.chunk_size, embedder_size(model)
     chunks = num_closed(prompt, generated, S) if config.retrieves else 0  # that are kept
-    landmark = (vectors + 2 * size) * (number.wide if size else number.own)
+    landmark = (vectors + 2 * size) * number.landmark(is_wide=size > 0)
     return CacheBytes(
         window=config.num_hidden_layers * window_slots(config) * kv_width(config) * number.own,
         open_chunk=S * config.hidden_size * number.own + (S * _IDS if size else 0) if config.retrieves else 0,
         retrieved=fetched if _has_selected(config, prompt, generated) else 0,
-        records=chunks * record,
+        records=chunks * record.record_bytes,
         landmarks=chunks * landmark,
         tables=chunks * TABLE_BYTES,
-        recent=recent_chunks(record) * record if chunks else 0,
+        recent=recent_chunks(record.given_bytes) * record.given_bytes if chunks else 0,
     )
 
 

@@ -536,7 +536,8 @@ def encode_chunks(
             layer runs on the landmarks alone.
 
     Returns:
-        [B, C, S, E], or [B, C, 0, E] where the landmarks were alone; [B, C, E]; how many tokens exist, [B, C].
+        [B, C, S, E], 0 for tokens that do not exist, or [B, C, 0, E] where the landmarks were alone; [B, C, E]; how
+        many tokens exist, [B, C].
     """
     B, C, R = rows.shape[:3]
     rotary = rotary_table(R, config.head_dim, config.rope, rows)
@@ -550,8 +551,10 @@ def encode_chunks(
         rows = layer(rows, rotary, mask, slice(-1, None) if alone and number == len(layers) else slice(None))
     rows = norm(rows)
     tokens, summary = rows[:, :, :-1], rows[:, :, -1]
+    if mask is not None and not alone:  # what does not exist has no part in the scales of a memory in int8
+        tokens = tokens.masked_fill(absent[..., None], 0)
     if config.chunk_summary == "mean":
-        summary = tokens.masked_fill(absent[..., None], 0).sum(2) / lengths[..., None].clamp(min=1)
+        summary = tokens.sum(2) / lengths[..., None].clamp(min=1)
     return tokens, summary, lengths
 
 

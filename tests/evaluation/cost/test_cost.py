@@ -166,9 +166,18 @@ def test_the_formula_at_every_phase(
 
 @pytest.mark.parametrize(
     ("name", "tier", "memory_dtype"),
-    [("drt", "host", torch.bfloat16), ("rpt, encoder", "disk", torch.bfloat16), ("landmark", "disk", None)],
+    [
+        ("drt", "disk", torch.int8),
+        ("rpt, encoder", "disk", torch.bfloat16),
+        ("landmark", "disk", None),
+        ("drt", "host", torch.bfloat16),
+        ("landmark", "disk", torch.int8),
+        ("hsa", "host", torch.int8),
+        ("rpt, encoder", "device", torch.int8),
+        ("hils", "disk", torch.int8),
+    ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_tiers_and_types(tier: str, name: str, memory_dtype: torch.dtype | None) -> None:
     model = MODELS_MADE[name]().float()
     text = Text("model", subject_of(model), tier, 41, 6, memory_dtype)
@@ -607,7 +616,11 @@ def test_what_the_paper_printed_stands_beside_its_lengths(
             "tiers: expected one of 'device', 'host', 'disk', 'tokens', got 'gpu'",
         ),
         ({"tiers": ()}, "tiers: expected at least one"),
-        ({"memory_dtype": "int8"}, "memory_dtype: expected one of"),
+        ({"memory_dtype": "int4"}, "memory_dtype: expected one of"),
+        (
+            {"memory_dtype": "int8", "tiers": ("device", "tokens")},
+            "memory_dtype: expected a floating one with memory_tier 'tokens'",
+        ),
         (
             {"training_lengths": (64,), "training_batch_tokens": 100},
             "training_batch_tokens: expected whole texts of 64 tokens, got 100. 64 would be 1",

@@ -26,6 +26,7 @@ from trailmark.memory.tiers import records as records_module
 from trailmark.memory.tiers.base import TIERS, open_store, tier_named
 from trailmark.memory.tiers.disk import DiskStore
 from trailmark.memory.tiers.files import temporary_folder
+from trailmark.memory.tiers.quantized import dequantize, quantize
 from trailmark.memory.tiers.recent import RecentRecords
 from trailmark.memory.tiers.records import ChunkStore, RecordLayout
 from trailmark.memory.tiers.resident import DeviceStore, HostStore, ResidentStore
@@ -40,6 +41,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def records(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """[n, 2, J, S, D]"""
     return torch.randn(n, *SHAPE, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Records as a store of this dtype gives them."""
+    return dequantize(quantize(x), SHAPE) if dtype == torch.int8 else x.to(dtype)
+
+
+def file_of(x: Tensor, dtype: torch.dtype) -> bytes:
+    """The file of a store with these records."""
+    return bytes(memoryview((quantize(x) if dtype == torch.int8 else x.to(dtype)).view(torch.uint8).numpy()))
 
 
 def same_bits(ours: Tensor, exact: Tensor) -> bool:
@@ -91,7 +102,7 @@ def histories(draw: st.DrawFn) -> tuple[int, list[tuple[str, int, int]]]:
 @settings(max_examples=40, deadline=None)
 @given(
     history=histories(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8]),
     capacity=st.integers(0, 70),
     recent=st.integers(1, 30),
     seed=st.integers(0, 2**31),
@@ -101,13 +112,13 @@ def test_every_tier_holds_the_bits_that_were_written(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     opened, steps = history
-    plain = records(opened, dtype=dtype)
+    plain = rounded(records(opened), dtype)
     with contextlib.ExitStack() as stack:
         stores = [tier_named(tier).made(RecordLayout(SHAPE, dtype, "cpu"), capacity) for tier in TIERS]
         if opened:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             for tier in TIERS:
-                (folder / tier).write_bytes(bytes(memoryview(plain.view(torch.uint8).numpy())) + b"more")
+                (folder / tier).write_bytes(file_of(records(opened), dtype) + b"more")
             stores = [
                 open_store(tier, folder / tier, RecordLayout(SHAPE, dtype, "cpu"), opened) for tier in TIERS
             ]
@@ -121,16 +132,17 @@ def test_every_tier_holds_the_bits_that_were_written(
                 continue
             # strided, and of another dtype
             new = records(n, seed=first + n, dtype=torch.float64).transpose(3, 4).contiguous().transpose(3, 4)
-            plain = torch.cat([plain[:first], new.to(dtype), plain[first + n :]])
+            plain = torch.cat([plain[:first], rounded(new, dtype), plain[first + n :]])
             for front in fronts:
                 front.write(first, new)
                 assert len(front.store) == len(plain)
-                assert front.store.num_bytes() == len(plain) * 2 * 2 * 3 * 5 * dtype.itemsize
+                scales = 2 * 2 * 4 if dtype == torch.int8 else 0
+                assert front.store.num_bytes() == len(plain) * (2 * 2 * 3 * 5 * dtype.itemsize + scales)
         for front in fronts:
             assert same_bits(every(front.store), plain)
             front.store.close()
         if opened:  # only tier "disk" writes to its file
-            kept = bytes(memoryview(records(opened, dtype=dtype).view(torch.uint8).numpy())) + b"more"
+            kept = file_of(records(opened), dtype) + b"more"
             assert all((folder / tier).read_bytes() == kept for tier in ("device", "host"))
 
 
@@ -494,11 +506,14 @@ def test_a_fork_does_not_remove_its_parents_folder(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("tier", TIERS)
-def test_records_reach_the_device_while_it_computes(tier: str, tmp_path: Path) -> None:
+def test_records_reach_the_device_while_it_computes(tier: str, dtype: torch.dtype, tmp_path: Path) -> None:
     shape = (2, 4, 64, 64)
     exact = torch.randn(500, *shape)
-    store = tier_named(tier).made(RecordLayout(shape, torch.float32, "cuda"), capacity=40)
+    if dtype == torch.int8:  # quantized again they stay the same
+        exact = dequantize(quantize(exact), shape)
+    store = tier_named(tier).made(RecordLayout(shape, dtype, "cuda"), capacity=40)
     for first in range(0, 500, 50):
         store.write(first, exact[first : first + 50].cuda())
     busy = torch.randn(2000, 2000, device="cuda")

@@ -20,6 +20,7 @@ from trailmark.evaluation.suite import (
     Task,
     Tile,
     dtype_setting,
+    expect_dtype_of,
     longest,
     register,
     seed_setting,
@@ -69,6 +70,7 @@ class CostSettings(Settings):
             raise ValueError(
                 "tiers: expected at least one, got none. 'device' is where every memory may lie."
             )
+        expect_dtype_of(self.memory_dtype, *self.tiers)
         for length in self.training_lengths:
             tokens = self.training_batch_tokens
             if tokens is not None and (tokens < length or tokens % length):

@@ -21,6 +21,7 @@ from trailmark.evaluation.suite import (
     Task,
     Tile,
     dtype_setting,
+    expect_dtype_of,
     longest,
     register,
     seed_setting,
@@ -153,6 +154,7 @@ class NeedleSettings(Settings):
                 f"memory_folder: expected none for memory_tier {self.memory_tier!r}, got "
                 f"{str(self.memory_folder)!r}. Set memory_tier to 'disk'."
             )
+        expect_dtype_of(self.memory_dtype, self.memory_tier)
         if self.protocol is not None:
             self._check_protocol()
 

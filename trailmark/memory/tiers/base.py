@@ -7,6 +7,8 @@ import pkgutil
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from trailmark.memory import tiers
 from trailmark.memory.tiers.disk import DiskStore
 from trailmark.memory.tiers.records import ChunkStore, RecordLayout
@@ -50,6 +52,17 @@ def open_store(tier: str, path: str | Path, layout: RecordLayout, count: int) ->
         source.copy_to(store, count)
         source.close()
     return store
+
+
+def expect_dtype(tier: str, dtype: torch.dtype | None) -> None:
+    """Raise a ValueError for a ``memory_dtype`` that a tier cannot have."""
+    require(
+        dtype != torch.int8 or not tier_named(tier).keeps_tokens,
+        "memory_dtype",
+        str(dtype),
+        f"a floating one with memory_tier {tier!r}, where it is that of landmark vectors",
+        "bfloat16 takes fewest bytes.",
+    )
 
 
 def tier_named(tier: str) -> type[ChunkStore]:

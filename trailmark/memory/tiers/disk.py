@@ -65,7 +65,7 @@ class DiskStore(ChunkStore):
     tier = "disk"
     takes = "disk"
     needs_folder = True
-    no_room = "Choose another memory_folder (or TMPDIR), memory_dtype 'bfloat16', or a shorter one."
+    no_room = "Choose another memory_folder (or TMPDIR), a memory_dtype of fewer bits, or a shorter one."
 
     def __init__(
         self,
@@ -164,8 +164,9 @@ class DiskStore(ChunkStore):
 
     def _write_rows(self, writer: int, first: int, records: Tensor) -> None:
         step = max(1, PIECE_BYTES // self.record_bytes)
+        _, dtype = self.layout.kept
         for start in range(0, len(records), step):
-            rows = records[start : start + step].to("cpu", self.dtype).contiguous()
+            rows = records[start : start + step].to("cpu", dtype).contiguous()
             place = (self.before + first + start) * self.record_bytes
             write_at(writer, bytes_of(rows).reshape(-1).data, place)
 

@@ -28,7 +28,8 @@ class RecentRecords:
         self.misses = 0
         """All other numbers asked for."""
         with torch.inference_mode(False):
-            self._slab = torch.empty(capacity, *store.record_shape, dtype=store.dtype, device=store.device)
+            shape, dtype = store.record_shape, store.layout.given_dtype
+            self._slab = torch.empty(capacity, *shape, dtype=dtype, device=store.device)
         self._slab_bytes = bytes_of(self._slab) if self._slab.device.type == "cpu" else None
         # Ctrl-C may come between any two lines: a number's row is forgotten before another record comes there
         self._rows = np.full(0, -1, np.int32)  # of the slab, by number; -1: not here
@@ -108,4 +109,4 @@ class RecentRecords:
 
     def num_bytes(self) -> int:
         """Bytes of the slab."""
-        return self.capacity * self.store.record_bytes
+        return self.capacity * self.store.layout.given_bytes

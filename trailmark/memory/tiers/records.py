@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from trailmark.memory.hashes import PIECE_BYTES, Signed
+from trailmark.memory.manifest import record_bytes
+from trailmark.memory.tiers.quantized import dequantize, quantize
 from trailmark.ops.arguments import require
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -26,16 +28,41 @@ class RecordLayout(NamedTuple):
     """What the records of a store are, and where they are wanted."""
 
     shape: tuple[int, ...]  # (2, J, S, D), or of tokens (S,)
-    dtype: torch.dtype  # what records are kept in
+    dtype: torch.dtype  # what records are kept in: keys and values floating or int8, tokens otherwise
     device: torch.device | str  # where ``gather`` puts them
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether they are kept as :mod:`trailmark.memory.tiers.quantized` has them."""
+        return self.dtype == torch.int8
+
+    @property
+    def kept(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a record as it lies in the store."""
+        return ((self.record_bytes,), torch.uint8) if self.quantizes else (self.shape, self.dtype)
+
+    @property
+    def record_bytes(self) -> int:
+        """Of a record as it lies in the store."""
+        return record_bytes(self.shape, str(self.dtype).removeprefix("torch."))
+
+    @property
+    def given_dtype(self) -> torch.dtype:
+        """What ``gather`` gives records in."""
+        return torch.float32 if self.quantizes else self.dtype
+
+    @property
+    def given_bytes(self) -> int:
+        """Of a record as ``gather`` gives it."""
+        return math.prod(self.shape) * self.given_dtype.itemsize
 
 
 class ChunkStore(ABC):
     """A log of chunk records, numbered in the order written.
 
     A record [2, J, S, D] holds a chunk's keys (0) and values (1), as GCA reads them: a head's stand together.
-    The log of n records takes n * 2 * J * S * D * bytes of a number, nothing else. On a tier that ``keeps_tokens`` a
-    record [S] holds a chunk's tokens.
+    The log of n records takes n * 2 * J * S * D * bytes of a number, and in int8 4 bytes for each head's keys and
+    values; nothing else. On a tier that ``keeps_tokens`` a record [S] holds a chunk's tokens.
 
     A tier is a subclass that :func:`trailmark.memory.tiers.base.register_tier` knows. It says where records lie in
     ``write``, ``pieces`` and ``_collect``; what others ask of a tier are the attributes and class methods here.
@@ -49,7 +76,7 @@ class ChunkStore(ABC):
     """Whether its records lie in files of a folder, which ``memory_folder`` may name."""
     keeps_tokens: ClassVar[bool] = False
     """Whether its records are tokens, of which keys and values are encoded again."""
-    no_room: ClassVar[str] = "Choose memory_tier 'disk', memory_dtype 'bfloat16', or a shorter one."
+    no_room: ClassVar[str] = "Choose memory_tier 'disk', a memory_dtype of fewer bits, or a shorter one."
     """The way out, as a sentence, for a text whose memory does not fit."""
     path: Path | None = None
     """The file of its records, one after the other, which a memory saved beside it need not copy; None: none."""
@@ -90,17 +117,19 @@ class ChunkStore(ABC):
 
     def __init__(self, record_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> None:
         require(
-            record_shape_fits(record_shape, dtype.is_floating_point) and min(record_shape) > 0,
+            record_shape_fits(record_shape, holds_kv(dtype)) and min(record_shape) > 0,
             "record_shape",
             tuple(record_shape),
             "[2, J, S, D] of numbers or [S] of tokens, none of them 0",
         )
-        self.record_shape = tuple(record_shape)
+        self.layout = RecordLayout(tuple(record_shape), dtype, torch.device(device))
+        self.record_shape = self.layout.shape
         """(2, J, S, D), or of tokens (S,)"""
         self.dtype = dtype
+        """What records are kept in."""
         self.device = torch.device(device)
         """Where :meth:`gather` puts records."""
-        self.record_bytes = math.prod(record_shape) * dtype.itemsize
+        self.record_bytes = self.layout.record_bytes
         self._count = 0
         self._stream: torch.cuda.Stream | None = None
 
@@ -109,7 +138,7 @@ class ChunkStore(ABC):
         return self._count
 
     def num_bytes(self) -> int:
-        """Bytes of the records: ``len * 2 * J * S * D * itemsize``; spare capacity does not count."""
+        """Bytes of the records; spare capacity does not count."""
         return self._count * self.record_bytes
 
     @abstractmethod
@@ -120,7 +149,8 @@ class ChunkStore(ABC):
 
         Args:
             first: at most the number of records.
-            records: [n, 2, J, S, D] of any strides, device and dtype; the store's dtype is what is kept.
+            records: [n, 2, J, S, D] of any strides, device and dtype; the store's dtype is what is kept. In int8
+                also bytes, as another store of int8 keeps them.
 
         Raises:
             ValueError: for a shape or number that does not fit, or no room; the store is then as it was.
@@ -155,7 +185,7 @@ class ChunkStore(ABC):
         self._count = 0
 
     def gather(self, numbers: Tensor) -> Tensor:
-        """Copies [n, 2, J, S, D] on ``device`` of the records ``numbers``.
+        """Copies [n, 2, J, S, D] on ``device`` of the records ``numbers``, in ``layout.given_dtype``.
 
         On a CUDA device the current stream waits for the copy, which begins at once; the CPU does not.
 
@@ -165,7 +195,14 @@ class ChunkStore(ABC):
         Raises:
             ValueError: for a number that was not written.
         """
-        wanted = self._expect_numbers(numbers)
+        records = self._gather(self._expect_numbers(numbers))
+        if not self.layout.quantizes:
+            return records
+        with torch.inference_mode(False):
+            return dequantize(records, self.record_shape)
+
+    def _gather(self, wanted: Numbers) -> Tensor:
+        """The same, as they are kept."""
         cuda = self.device.type == "cuda"
         records = self._empty(len(wanted), "cpu", pin_memory=cuda)
         self._collect(wanted, bytes_of(records))
@@ -197,8 +234,11 @@ class ChunkStore(ABC):
             other.write(first, buffer[:n])
 
     def _expect_records(self, first: int, records: Tensor) -> Tensor:
+        """What is to be written of them: in int8 as they are kept, else in any dtype."""
+        quantizes, kept = self.layout.quantizes, self.layout.kept
+        is_kept = quantizes and (tuple(records.shape[1:]), records.dtype) == kept
         require(
-            tuple(records.shape[1:]) == self.record_shape,
+            is_kept or tuple(records.shape[1:]) == self.record_shape,
             "records",
             tuple(records.shape),
             f"shape [n, 2, J, S, D] = (n, {', '.join(map(str, self.record_shape))})",
@@ -208,7 +248,7 @@ class ChunkStore(ABC):
         )
         if first < self.vouched and len(records):
             self._give_up(first)
-        return records.detach()
+        return quantize(records.detach()) if quantizes and not is_kept else records.detach()
 
     def _give_up(self, first: int) -> None:
         """Records from ``first`` on are to be overwritten: they are compared with their manifest a last time.
@@ -237,8 +277,9 @@ class ChunkStore(ABC):
 
     def _empty(self, n: int, device: torch.device | str, pin_memory: bool = False) -> Tensor:
         # never of inference mode: outside it, such a tensor can be neither written to nor part of a graph
+        shape, dtype = self.layout.kept
         with torch.inference_mode(False):
-            return torch.empty(n, *self.record_shape, dtype=self.dtype, device=device, pin_memory=pin_memory)
+            return torch.empty(n, *shape, dtype=dtype, device=device, pin_memory=pin_memory)
 
 
 def free_bytes(place: str, device: torch.device | str, folder: str | Path | None = None) -> int | None:
@@ -257,9 +298,14 @@ def free_bytes(place: str, device: torch.device | str, folder: str | Path | None
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
 
 
-def record_shape_fits(shape: tuple[int, ...], is_floating: bool) -> bool:
-    """Whether a record may have this shape: keys and values (2, J, S, D), or tokens (S,), which are whole numbers."""
-    return (len(shape) == 4 and shape[0] == 2) if is_floating else len(shape) == 1
+def holds_kv(dtype: torch.dtype) -> bool:
+    """Whether records of this dtype are keys and values; else tokens, whose numbers are of other types than int8."""
+    return dtype.is_floating_point or dtype == torch.int8
+
+
+def record_shape_fits(shape: tuple[int, ...], is_kv: bool) -> bool:
+    """Whether a record may have this shape: keys and values (2, J, S, D), or tokens (S,)."""
+    return (len(shape) == 4 and shape[0] == 2) if is_kv else len(shape) == 1
 
 
 def bytes_of(records: Tensor) -> Bytes:

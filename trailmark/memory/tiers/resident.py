@@ -76,7 +76,8 @@ class ResidentStore(ChunkStore):
             except OSError as error:  # Linux lets no private map be larger than RAM and swap
                 raise store._no_room(count) from error
         with torch.inference_mode(False):
-            records = torch.from_numpy(store._mapped.bytes).view(store.dtype).view(count, *store.record_shape)
+            shape, dtype = layout.kept
+            records = torch.from_numpy(store._mapped.bytes).view(dtype).view(count, *shape)
         store._segments = _Segments((0,), (records,), (store._mapped.bytes,), count)
         store._count = count
         return store
@@ -116,10 +117,9 @@ class ResidentStore(ChunkStore):
             "what was read so far stays valid and can be saved and loaded there."
         )
 
-    def gather(self, numbers: Tensor) -> Tensor:
+    def _gather(self, wanted: Numbers) -> Tensor:
         if self._home.type == "cpu":
-            return super().gather(numbers)
-        wanted = self._expect_numbers(numbers)
+            return super()._gather(wanted)
         tensors = self._segments.tensors
         with torch.inference_mode(False):
             if not len(wanted):
@@ -188,7 +188,7 @@ class DeviceStore(ResidentStore):
 
     tier = "device"
     takes = "device"
-    no_room = "Choose memory_tier 'host', memory_dtype 'bfloat16', or a shorter one."
+    no_room = "Choose memory_tier 'host', a memory_dtype of fewer bits, or a shorter one."
 
 
 class HostStore(ResidentStore):

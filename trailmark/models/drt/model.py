@@ -321,14 +321,14 @@ class DRTForCausalLM(RetrievingForCausalLM):
 
     def cache_bytes(self, prompt: int, generated: int, memory_dtype: torch.dtype | None = None) -> CacheBytes:
         config, number = self.config, NumberBytes.of(self, memory_dtype)
-        one = config.chunk_size * kv_width(config) * number.kept
-        read = config.kv_per_group * one + number.wide
+        J, S, D = config.num_key_value_heads, config.chunk_size, config.head_dim
+        read = number.record(config.kv_per_group * J, S, D).given_bytes + number.wide
         return chunk_cache_bytes(
             self,
             prompt,
             generated,
             number,
-            record=config.kv_per_chunk * one,
+            record=number.record(config.kv_per_chunk * J, S, D),
             vectors=config.hidden_size if config.scores_chunks else 0,
             fetched=config.num_retrieval_groups * config.num_retrieved_chunks * read,
         )

@@ -422,16 +422,16 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
         if not config.retrieves:
             return CacheBytes(window=window)
         chunks, summary = num_closed(prompt, generated, S), math.prod(config.summary_shape)
-        record = S * wide * number.kept
+        record = number.record(config.num_key_value_heads, S, config.head_dim)
         fetched = config.num_key_value_heads * config.num_retrieved_chunks  # of each head its own, at most
         return CacheBytes(
             window=window,
             open_chunk=S * config.state_width * number.own,
-            records=chunks * layers * record,
-            landmarks=chunks * layers * summary * number.wide,
+            records=chunks * layers * record.record_bytes,
+            landmarks=chunks * layers * summary * number.landmark(is_wide=True),
             tables=chunks * TABLE_BYTES,
-            gathered=record * (chunks if config.chunk_score == "mass" else fetched),
-            recent=recent_chunks(record, layers) * layers * record,
+            gathered=record.given_bytes * (chunks if config.chunk_score == "mass" else fetched),
+            recent=recent_chunks(record.given_bytes, layers) * layers * record.given_bytes,
         )
 
     def attention_multiply_adds(self, length: int) -> dict[str, int]:

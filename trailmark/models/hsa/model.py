@@ -282,15 +282,15 @@ class HSAForCausalLM(RetrievingForCausalLM):
         if not config.retrieves:
             return CacheBytes(window=window)
         chunks = num_closed(prompt, generated, S)
-        record = S * 2 * config.num_memory_heads * config.head_dim * number.kept
+        record = number.record(config.num_memory_heads, S, config.head_dim)
         return CacheBytes(
             window=window,
             open_chunk=S * config.hidden_size * number.own,
-            records=chunks * record,
-            landmarks=chunks * config.retrieval_size * number.own,
+            records=chunks * record.record_bytes,
+            landmarks=chunks * config.retrieval_size * number.landmark(),
             tables=chunks * TABLE_BYTES,
-            gathered=config.num_retrieval_heads * config.num_retrieved_chunks * record,
-            recent=recent_chunks(record) * record if chunks else 0,
+            gathered=config.num_retrieval_heads * config.num_retrieved_chunks * record.given_bytes,
+            recent=recent_chunks(record.given_bytes) * record.given_bytes if chunks else 0,
         )
 
     def attention_multiply_adds(self, length: int) -> dict[str, int]:

@@ -18,7 +18,7 @@ def landmark_cache_bytes(
     chunks, slots, in_cell = _walk(config, prompt, generated)
     chunks = chunks if config.retrieves else 0
     known = chunks if config.max_memory_chunks is None else min(chunks, config.max_memory_chunks)
-    record = 2 * (S + 1) * D * number.kept
+    record = number.record(1, S + 1, D)
     heads = H if config.retrieve_per in ("token_and_head", "head") else J
     # the landmark of a chunk that closes comes with its last token, and retrieves for itself too
     asking = 1 if config.selects_for_many or generated < S else 2
@@ -30,11 +30,11 @@ def landmark_cache_bytes(
     return CacheBytes(
         window=N * 2 * J * D * slots * number.own,
         states=searching,
-        records=known * N * J * record,
-        landmarks=known * N * J * D * number.own,
+        records=known * N * J * record.record_bytes,
+        landmarks=known * N * J * D * number.landmark(),
         tables=known * TABLE_BYTES,
-        gathered=asking * heads * k * record if known else 0,
-        recent=recent_chunks(record, N * J) * N * J * record if known else 0,
+        gathered=asking * heads * k * record.given_bytes if known else 0,
+        recent=recent_chunks(record.given_bytes, N * J) * N * J * record.given_bytes if known else 0,
     )
 
 

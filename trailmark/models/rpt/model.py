@@ -176,7 +176,9 @@ class RPTForCausalLM(RetrievingForCausalLM):
 
         Queries too: a later call may be the first that runs the upper layers on the tokens that read what they find.
         """
-        states, _, vectors = self._states(x, grid)
+        states, present, vectors = self._states(x, grid)
+        if present is not None:  # what does not exist has no part in the scales of a memory in int8
+            states = states.masked_fill(~present[..., None], 0)
         if vectors is None:
             vectors = self._embed(ids, grid)
         assert vectors is not None
@@ -264,7 +266,7 @@ class RPTForCausalLM(RetrievingForCausalLM):
             prompt,
             generated,
             number,
-            record=S * E * number.kept,  # states as two halves, projected by each layer that reads
+            record=number.record(1, S, E // 2),  # states as two halves, projected by each layer that reads
             vectors=2 * E if config.retriever == "learned" else 0,  # key and query
             fetched=config.num_retrieved_chunks * (2 if config.continuation else 1) * read,
         )
