@@ -160,6 +160,7 @@ def unseen_tokens(subject: Subject, count: int) -> Tensor:
         missing -= len(tokens[-1])
         if not missing:
             break
+    assert not missing, "more sources are needed"
     return torch.from_numpy(np.concatenate(tokens).astype(np.int64))[None]
 
 
@@ -453,7 +454,8 @@ PARTS: dict[str, Callable[[Path | None], list[dict[str, Any]]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="default: all")
-    parser.add_argument("--model", type=Path, help="far: the demo's DRT; dtypes: another one beside it")
+    parser.add_argument("--model", type=Path, help="far: the demo's DRT")
+    parser.add_argument("--other", type=Path, help="dtypes: a model beside the demo's")
     parser.add_argument("--memory-case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory_case:
@@ -461,7 +463,7 @@ def main() -> None:
         return
     for part in arguments.parts or PARTS:
         print(f"== {part}", flush=True)
-        keep(OUTPUT, part, PARTS[part](arguments.model))
+        keep(OUTPUT, part, PARTS[part](arguments.other if part == "dtypes" else arguments.model))
     print(f"Numbers: {OUTPUT}")
 
 

@@ -71,7 +71,7 @@ _PARTS: dict[str, tuple[str, Columns]] = {
     "dtypes": (
         "Keys and values kept in fewer bits, after 16,384 tokens of other packages' sources: the next 1,024 tokens' "
         "nats, how far what is predicted is from float32 (Kullback-Leibler, nats a token), and single needles of the "
-        "demo's model in 65,536 tokens. Beside int8 landmark vectors are bfloat16.",
+        "demo's model in 65,536 tokens. With int8, landmark vectors are in bfloat16.",
         {
             "model": "{model}",
             "kept in": "{dtype}",

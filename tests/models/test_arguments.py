@@ -105,7 +105,9 @@ def test_a_memory_is_of_numbers_that_can_be_saved(came: Any) -> None:
 
 
 def test_landmark_vectors_are_not_quantized() -> None:
-    with pytest.raises(ValueError, match=r"^memory_dtype: expected a floating one with memory_tier 'tokens'"):
+    with pytest.raises(
+        ValueError, match=r"^memory_dtype: expected float32, bfloat16 or float16 with memory_tier"
+    ):
         drt().new_cache("tokens", memory_dtype=torch.int8)
 
 

@@ -61,12 +61,13 @@ def go_on(model: TrailmarkForCausalLM, cache: ChunkCache, rows: int = 1) -> list
 
 @pytest.mark.parametrize("make", [lambda: drt(1), lambda: drt(3), *RETRIEVERS.values()])
 @DTYPES
-@pytest.mark.sampled(3)
-def test_tiers(make: Make, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("memory_dtype", [None, torch.int8], ids=str)
+@pytest.mark.sampled(7)
+def test_tiers(make: Make, dtype: torch.dtype, memory_dtype: torch.dtype | None) -> None:
     model, ids = make().to(dtype), tokens(103)
     outs = []
     for tier in TIERS:
-        cache = model.new_cache(memory_tier=tier)
+        cache = model.new_cache(memory_tier=tier, memory_dtype=memory_dtype)
         model.read(ids, cache)
         outs.append(go_on(model, cache))
     assert_same_bits(outs[1], outs[0])
@@ -110,10 +111,13 @@ SAVINGS = [  # without the slow ones, of which few are sampled: each pair of val
 
 @EACH
 @pytest.mark.parametrize(("how", "saved", "loaded"), SAVINGS)
-@pytest.mark.sampled(13)
-def test_saving_and_loading(make: Make, how: str, saved: str, loaded: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory_dtype", [None, torch.int8], ids=str)
+@pytest.mark.sampled(25)
+def test_saving_and_loading(
+    make: Make, how: str, saved: str, loaded: str, memory_dtype: torch.dtype | None, tmp_path: Path
+) -> None:
     model, rows = make(), 3 if how == "ragged" else 1
-    plain, cache = model.new_cache(), model.new_cache(memory_tier=saved)
+    plain, cache = (model.new_cache(tier, memory_dtype=memory_dtype) for tier in ("device", saved))
     begin(model, plain, how)
     begin(model, cache, how)
     cache.save(tmp_path)

@@ -219,7 +219,7 @@ def stories(draw: st.DrawFn, options: st.SearchStrategy[dict[str, Any]], longest
         draw(st.sampled_from([0.0, 0.0, 0.1, 0.4])),
         tuple(steps),
         draw(st.sampled_from([5, 4096])),
-        draw(st.sampled_from([None, None, None, torch.bfloat16])),
+        draw(st.sampled_from([None, None, None, torch.bfloat16, torch.int8])),
         draw(st.integers(0, 99)),
     )
 

@@ -395,8 +395,8 @@ def expect_dtype_of(dtype: str | None, *tiers: str) -> None:
 def dtype_setting() -> Any:
     return setting(
         None,
-        f"Of keys and values in memory: {', '.join(MEMORY_DTYPES)}, beside which landmark vectors are bfloat16. With "
-        "the tier tokens of landmark vectors, floating.",
+        f"Of keys and values in memory: {', '.join(DTYPES)}, or int8, with which landmark vectors are in bfloat16. "
+        "With memory tier tokens, which does not take int8, of landmark vectors.",
         default="the model's",
         choices=MEMORY_DTYPES,
     )

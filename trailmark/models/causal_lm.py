@@ -136,9 +136,9 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
             memory_folder: of "disk"; None: a temporary one, removed with the cache. Of "tokens"; None: they are kept
                 in RAM. A memory that was saved there stays until this cache is saved there.
             memory_dtype: of keys and values in memory, a float of 16 bits or more, or ``torch.int8`` (with a scale for
-                each head's keys and values of a chunk); None: the model's. Landmark vectors keep the model's, but with
-                an embedder float32 or wider, and beside int8 bfloat16; with "tokens", which keeps no keys and values,
-                it is their dtype.
+                each head's keys and values of a chunk); None: the model's. Landmark vectors keep the model's (of a
+                HiLS, and with an embedder, float32 or wider), and beside int8 bfloat16 if they are wider; with
+                "tokens", which keeps no keys and values, it is their dtype.
             search: over landmarks; None: exact (:class:`trailmark.memory.ExactSearch`).
 
         Raises:

@@ -619,7 +619,7 @@ def test_what_the_paper_printed_stands_beside_its_lengths(
         ({"memory_dtype": "int4"}, "memory_dtype: expected one of"),
         (
             {"memory_dtype": "int8", "tiers": ("device", "tokens")},
-            "memory_dtype: expected a floating one with memory_tier 'tokens'",
+            "memory_dtype: expected float32, bfloat16 or float16 with memory_tier 'tokens'",
         ),
         (
             {"training_lengths": (64,), "training_batch_tokens": 100},

@@ -223,7 +223,10 @@ def test_the_shortest_text(tmp_path: Path) -> None:
         ({"protocol": "paper"}, "protocol: expected one of 'paper-table-2', got 'paper'"),
         ({"memory_tier": "cloud"}, "memory_tier: expected one of"),
         ({"memory_dtype": "int4"}, "memory_dtype: expected one of"),
-        ({"memory_dtype": "int8", "memory_tier": "tokens"}, "memory_dtype: expected a floating one"),
+        (
+            {"memory_dtype": "int8", "memory_tier": "tokens"},
+            "memory_dtype: expected float32, bfloat16 or float16 with",
+        ),
         ({"needles": 0, "kind": "hops"}, "needles: expected 1 or more, got 0"),
         ({"needles": 2}, "needles: expected 1 for kind 'single', got 2"),
         ({"distractors": -1}, "distractors: expected 0 or more"),

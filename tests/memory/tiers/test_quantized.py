@@ -63,5 +63,6 @@ def test_what_is_not_finite_stays_seen(odd: float) -> None:
     x[1, 0, 0, 2, 1] = odd
     found = dequantize(quantize(x), (2, 1, 3, 4))
     assert found[1, 0].isnan().all()
+    assert torch.equal(quantize(found), quantize(x))
     assert torch.equal(found[0], fine[0])
     assert torch.equal(found[1, 1], fine[1, 1])

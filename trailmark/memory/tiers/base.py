@@ -59,9 +59,9 @@ def expect_dtype(tier: str, dtype: torch.dtype | None) -> None:
     require(
         dtype != torch.int8 or not tier_named(tier).keeps_tokens,
         "memory_dtype",
-        str(dtype),
-        f"a floating one with memory_tier {tier!r}, where it is that of landmark vectors",
-        "bfloat16 takes fewest bytes.",
+        "int8",
+        f"float32, bfloat16 or float16 with memory_tier {tier!r}, where it is that of landmark vectors",
+        "Pass bfloat16, or choose another tier for int8.",
     )
 
 

@@ -65,7 +65,7 @@ class DiskStore(ChunkStore):
     tier = "disk"
     takes = "disk"
     needs_folder = True
-    no_room = "Choose another memory_folder (or TMPDIR), a memory_dtype of fewer bits, or a shorter one."
+    no_room = "Choose another memory_folder (or TMPDIR), memory_dtype 'int8', or a shorter one."
 
     def __init__(
         self,

@@ -18,15 +18,16 @@ def quantize(records: Tensor) -> Tensor:
 
     over a head's S D numbers in keys, or in values: none is off by more than s / 2. Of a scale's 24 bits 17 are kept,
     so that s times a number is exact, and a record that is quantized again stays the same bits. Where a number is not
-    finite, all that share its scale become NaN; a scale below float32's smallest normal number is 0.
+    finite in float32, all that share its scale become NaN; where s would be below the smallest normal number, 0.
     """
     x = records.float()
     scales = x.abs().amax((-2, -1)) / 127  # [n, 2, J]
-    scales = (scales.view(torch.int32) + 64 & ~127).view(torch.float32)
-    scales = scales.masked_fill(scales < torch.finfo(torch.float32).tiny, 0).masked_fill(
-        scales.isinf(), torch.nan
-    )
-    numbers = (x / scales.where(scales > 0, 1)[..., None, None]).round_().to(torch.int8)
+    finite = scales.isfinite()
+    fits = finite & (scales >= torch.finfo(torch.float32).tiny)
+    scales = ((scales.view(torch.int32) + 64) & ~0x7F).view(torch.float32)  # without 7 bits, rounded
+    scales = scales.masked_fill(~fits, 0).masked_fill(~finite, torch.nan)
+    steps = (x / scales[..., None, None]).round_()
+    numbers = steps.masked_fill_(~fits[..., None, None], 0).to(torch.int8)
     return torch.cat([numbers.flatten(1).view(torch.uint8), scales.flatten(1).view(torch.uint8)], 1)
 
 

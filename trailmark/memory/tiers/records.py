@@ -76,7 +76,7 @@ class ChunkStore(ABC):
     """Whether its records lie in files of a folder, which ``memory_folder`` may name."""
     keeps_tokens: ClassVar[bool] = False
     """Whether its records are tokens, of which keys and values are encoded again."""
-    no_room: ClassVar[str] = "Choose memory_tier 'disk', a memory_dtype of fewer bits, or a shorter one."
+    no_room: ClassVar[str] = "Choose memory_tier 'disk', memory_dtype 'int8', or a shorter one."
     """The way out, as a sentence, for a text whose memory does not fit."""
     path: Path | None = None
     """The file of its records, one after the other, which a memory saved beside it need not copy; None: none."""

@@ -188,7 +188,7 @@ class DeviceStore(ResidentStore):
 
     tier = "device"
     takes = "device"
-    no_room = "Choose memory_tier 'host', a memory_dtype of fewer bits, or a shorter one."
+    no_room = "Choose memory_tier 'host', memory_dtype 'int8', or a shorter one."
 
 
 class HostStore(ResidentStore):
