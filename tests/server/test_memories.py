@@ -293,10 +293,13 @@ def test_damage_is_told_without_a_path(live: Server, folder: Path) -> None:
 
 
 def test_a_memory_is_read_on_in_its_own_precision(models: dict[str, Path], tmp_path: Path) -> None:
-    """That of the server is for new ones."""
-    for dtype in (None, torch.bfloat16):
+    """That of the server is for new ones; one server asks memories of several."""
+    text = "A text that fills a chunk or two of the memory." * 4
+    for name, dtype in (("book", None), ("eight", torch.int8), ("book", torch.bfloat16)):
         with serving({"bytes": models["bytes"]}, tmp_path / "memories", dtype=dtype) as made:
-            made.append("book", f"{dtype}.txt", "A text that fills a chunk or two of the memory." * 4)
-    assert (
-        load(models["bytes"]).model.load_cache(tmp_path / "memories" / "book").memory.dtype == torch.float64
-    )
+            made.append(name, f"{dtype}.txt", text)
+            for memory in {"book", name}:
+                assert made.http.post("/v1/completions", json=ASK | {"memory": memory}).status_code == 200
+    model = load(models["bytes"]).model
+    for name, dtype in (("book", torch.float64), ("eight", torch.int8)):
+        assert model.load_cache(tmp_path / "memories" / name).memory.dtype == dtype
