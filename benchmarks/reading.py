@@ -341,7 +341,7 @@ def dtypes(folder: Path | None) -> list[dict[str, Any]]:
 
     Of the shipped demo's model, and of that in ``folder`` without needles.
     """
-    results = []
+    results, text = [], unseen_text()
     for name in ["demo", *([str(folder)] if folder else [])]:
         subject = load(Path(name))
         model, S = subject.model.float(), subject.chunk_size
@@ -365,7 +365,7 @@ def dtypes(folder: Path | None) -> list[dict[str, Any]]:
             row |= {"bytes_per_token": memory.store.record_bytes * memory.planes / S}
             if name == "demo":
                 settings = NeedleSettings((K64,), format="marks", questions=300, memory_dtype=dtype)
-                (found,) = measure(subject, settings, unseen_text(), partial(print, end="\r", flush=True))
+                (found,) = measure(subject, settings, text, partial(print, end="\r", flush=True))
                 row |= {"length": K64} | {key: found[key] for key in ("questions", "correct", "recall")}
             results.append(row)
             print(row, flush=True)

@@ -84,7 +84,7 @@ class JoinedMemory(ChunkMemory):
         with torch.inference_mode(False):
             if found:
                 some = next(iter(found.values()))
-                dtype = _widest(list(found.values()))
+                dtype = widest(list(found.values()))
                 records = some.new_zeros((*chunks.shape, *some.shape[2:]), dtype=dtype)
             else:
                 store = next(m for m in self.memories if m.store or m.base)._some_store()
@@ -282,7 +282,8 @@ def _padded(maxima: Tensor, behind: int) -> Tensor:
     return torch.nn.functional.pad(maxima, (behind, 0), value=-torch.inf)
 
 
-def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
+def widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype that holds the numbers of all."""
     return reduce(torch.promote_types, [x.dtype for x in tensors])
 
 
@@ -293,7 +294,7 @@ def _joined(parts: Sequence[Tensor | None], rows: list[int], nothing: float = 0)
         return None
     shape = [max(sizes) for sizes in zip(*(x.shape[1:] for x in there), strict=True)]
     with torch.inference_mode(False):  # it is written to later
-        joined = there[0].new_full((sum(rows), *shape), nothing, dtype=_widest(there))
+        joined = there[0].new_full((sum(rows), *shape), nothing, dtype=widest(there))
         for x, own in zip(parts, joined.split(rows), strict=True):
             if x is not None:
                 own[tuple(slice(0, size) for size in x.shape)] = x

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from trailmark.memory import ChunkMemory, MemorySize
 from trailmark.memory.chunks import Rows
+from trailmark.memory.joined import widest
 from trailmark.models.embedding import Given
 from trailmark.models.grid import Grid, Integers
 from trailmark.models.step import Step
@@ -170,8 +170,7 @@ def in_all_rows(
         return tuple(found[0][1])
     every = list[Tensor]()
     for no, each in zip(nothing, zip(*(of_rows for _, of_rows in found), strict=True), strict=True):
-        # memories may keep vectors in types of their own
-        dtype = reduce(torch.promote_types, [x.dtype for x in each])
+        dtype = widest(each)  # memories may keep vectors in types of their own
         together = each[0].new_full((B, *each[0].shape[1:]), no, dtype=dtype)
         for (rows, _), x in zip(found, each, strict=True):
             together[rows] = x.to(dtype)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trailmark.memory.chunks import TABLE_BYTES, recent_chunks
+from trailmark.memory.chunks import TABLE_BYTES, landmark_dtype, recent_chunks
 from trailmark.memory.encoding import smallest_dtype
 from trailmark.memory.tiers.base import tier_named
 from trailmark.memory.tiers.records import RecordLayout
@@ -91,16 +91,14 @@ class NumberBytes(NamedTuple):
     own: int  # of the model's type
     kept: torch.dtype  # of keys and values in memory
     wide: int  # of scores and states that are never below float32
+    landmark: int  # of landmark vectors in memory
+    wide_landmark: int  # of those that are never below float32 but where the memory rounds them
 
     @classmethod
     def of(cls, model: Any, memory_dtype: torch.dtype | None) -> NumberBytes:
-        wide = torch.promote_types(model.dtype, torch.float32).itemsize
-        return cls(model.dtype.itemsize, memory_dtype or model.dtype, wide)
-
-    def landmark(self, is_wide: bool = False) -> int:
-        """Of a landmark vector's number; ``is_wide``: it is never below float32."""
-        own = self.wide if is_wide else self.own
-        return min(own, torch.bfloat16.itemsize) if self.kept == torch.int8 else own
+        own, wide = model.dtype, torch.promote_types(model.dtype, torch.float32)
+        landmark, wide_landmark = (landmark_dtype(x, memory_dtype, False).itemsize for x in (own, wide))
+        return cls(own.itemsize, memory_dtype or own, wide.itemsize, landmark, wide_landmark)
 
     def record(self, heads: int, keys: int, head_dim: int) -> RecordLayout:
         """A record's: of the ``keys`` and as many values of each head."""
@@ -168,7 +166,7 @@ def chunk_cache_bytes(
     config = model.config
     S, size = config.chunk_size, embedder_size(model)
     chunks = num_closed(prompt, generated, S) if config.retrieves else 0  # that are kept
-    landmark = (vectors + 2 * size) * number.landmark(is_wide=size > 0)
+    landmark = (vectors + 2 * size) * (number.wide_landmark if size else number.landmark)
     return CacheBytes(
         window=config.num_hidden_layers * window_slots(config) * kv_width(config) * number.own,
         open_chunk=S * config.hidden_size * number.own + (S * _IDS if size else 0) if config.retrieves else 0,

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trailmark.memory.manifest import record_bytes
+from trailmark.memory.tiers.base import TIERS, tier_named
 from trailmark.memory.tiers.quantized import dequantize, quantize
+from trailmark.memory.tiers.records import RecordLayout
 
 SHAPES = st.tuples(st.just(2), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9))
 SIZES = st.sampled_from([0.0, 1e-41, 1e-30, 1e-6, 1.0, 77.7, 1e30])
@@ -66,3 +68,16 @@ def test_what_is_not_finite_stays_seen(odd: float) -> None:
     assert torch.equal(quantize(found), quantize(x))
     assert torch.equal(found[0], fine[0])
     assert torch.equal(found[1, 1], fine[1, 1])
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_copy_is_the_same_bytes(tier: str) -> None:
+    layout = RecordLayout((2, 1, 3, 4), torch.int8, "cpu")
+    store, copy = tier_named("disk").made(layout), tier_named(tier).made(layout)
+    records = torch.randn(70, *layout.shape, generator=torch.Generator().manual_seed(0))
+    records[7, 0, 0, 1, 1] = math.nan
+    store.write(0, records)
+    store.copy_to(copy, 70)
+    assert b"".join(copy.pieces(0, copy.num_bytes())) == b"".join(store.pieces(0, store.num_bytes()))
+    store.close()
+    copy.close()

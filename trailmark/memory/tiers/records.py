@@ -149,8 +149,7 @@ class ChunkStore(ABC):
 
         Args:
             first: at most the number of records.
-            records: [n, 2, J, S, D] of any strides, device and dtype; the store's dtype is what is kept. In int8
-                also bytes, as another store of int8 keeps them.
+            records: [n, 2, J, S, D] of any strides, device and dtype; the store's dtype is what is kept.
 
         Raises:
             ValueError: for a shape or number that does not fit, or no room; the store is then as it was.
@@ -227,18 +226,15 @@ class ChunkStore(ABC):
         """Write the first ``count`` records to the start of ``other``, 4 MiB (or one record) a time."""
         require(0 <= count <= self._count, "count", count, f"at most the {self._count} records written")
         step = max(1, PIECE_BYTES // self.record_bytes)
-        buffer = self._empty(min(step, count), "cpu")
-        for first in range(0, count, step):
-            n = min(step, count - first)
-            self._collect(np.arange(first, first + n), bytes_of(buffer[:n]))
-            other.write(first, buffer[:n])
+        for first in range(
+            0, count, step
+        ):  # in int8 too: a record that is quantized again stays the same bits
+            other.write(first, self.gather(torch.arange(first, min(first + step, count))))
 
     def _expect_records(self, first: int, records: Tensor) -> Tensor:
         """What is to be written of them: in int8 as they are kept, else in any dtype."""
-        quantizes, kept = self.layout.quantizes, self.layout.kept
-        is_kept = quantizes and (tuple(records.shape[1:]), records.dtype) == kept
         require(
-            is_kept or tuple(records.shape[1:]) == self.record_shape,
+            tuple(records.shape[1:]) == self.record_shape,
             "records",
             tuple(records.shape),
             f"shape [n, 2, J, S, D] = (n, {', '.join(map(str, self.record_shape))})",
@@ -248,7 +244,7 @@ class ChunkStore(ABC):
         )
         if first < self.vouched and len(records):
             self._give_up(first)
-        return quantize(records.detach()) if quantizes and not is_kept else records.detach()
+        return quantize(records.detach()) if self.layout.quantizes else records.detach()
 
     def _give_up(self, first: int) -> None:
         """Records from ``first`` on are to be overwritten: they are compared with their manifest a last time.

@@ -428,7 +428,7 @@ class HiLSForCausalLM(TrailmarkForCausalLM):
             window=window,
             open_chunk=S * config.state_width * number.own,
             records=chunks * layers * record.record_bytes,
-            landmarks=chunks * layers * summary * number.landmark(is_wide=True),
+            landmarks=chunks * layers * summary * number.wide_landmark,
             tables=chunks * TABLE_BYTES,
             gathered=record.given_bytes * (chunks if config.chunk_score == "mass" else fetched),
             recent=recent_chunks(record.given_bytes, layers) * layers * record.given_bytes,

@@ -287,7 +287,7 @@ class HSAForCausalLM(RetrievingForCausalLM):
             window=window,
             open_chunk=S * config.hidden_size * number.own,
             records=chunks * record.record_bytes,
-            landmarks=chunks * config.retrieval_size * number.landmark(),
+            landmarks=chunks * config.retrieval_size * number.landmark,
             tables=chunks * TABLE_BYTES,
             gathered=config.num_retrieval_heads * config.num_retrieved_chunks * record.given_bytes,
             recent=recent_chunks(record.given_bytes) * record.given_bytes if chunks else 0,

@@ -31,7 +31,7 @@ def landmark_cache_bytes(
         window=N * 2 * J * D * slots * number.own,
         states=searching,
         records=known * N * J * record.record_bytes,
-        landmarks=known * N * J * D * number.landmark(),
+        landmarks=known * N * J * D * number.landmark,
         tables=known * TABLE_BYTES,
         gathered=asking * heads * k * record.given_bytes if known else 0,
         recent=recent_chunks(record.given_bytes, N * J) * N * J * record.given_bytes if known else 0,
