@@ -86,7 +86,7 @@ def test_candidates_are_bm25s_for_the_chunk_and_what_follows() -> None:
     chunks = ids[: 6 * S].reshape(6, S).astype(np.int64)
     for c in range(1, 5):
         query = np.concatenate([chunks[c], chunks[c + 1]])[None]
-        wanted = candidates(chunks, 2, limits=np.array([c]), queries=query).indices[0]
+        (wanted,) = candidates(chunks, 2, np.array([c]), query, np.array([2 * S]))
         assert found.indices[c].tolist() == wanted.tolist()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -26,7 +26,9 @@ from trailmark.models import (
     SlidingWindowForCausalLM,
     TrailmarkForCausalLM,
 )
+from trailmark.models.configuration import TrailmarkConfig
 
+Model = TypeVar("Model", bound=TrailmarkForCausalLM)
 EXACT = 1e-10  # guarantee 7
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -171,40 +173,34 @@ def block_recurrent_config(**changes: Any) -> BlockRecurrentConfig:
     return BlockRecurrentConfig(**(sizes | changes))
 
 
-def drt(groups: int = 1, seed: int = 0, **changes: Any) -> DRTForCausalLM:
-    model = DRTForCausalLM(drt_config(groups, **changes)).double().eval()
+def _made(kind: type[Model], config: TrailmarkConfig, seed: int) -> Model:
+    model = kind(config).double().eval()
     draw_weights(model, seed)
     return model
+
+
+def drt(groups: int = 1, seed: int = 0, **changes: Any) -> DRTForCausalLM:
+    return _made(DRTForCausalLM, drt_config(groups, **changes), seed)
 
 
 def window_model(seed: int = 0, **changes: Any) -> SlidingWindowForCausalLM:
-    model = SlidingWindowForCausalLM(window_config(**changes)).double().eval()
-    draw_weights(model, seed)
-    return model
+    return _made(SlidingWindowForCausalLM, window_config(**changes), seed)
 
 
 def landmark(seed: int = 0, **changes: Any) -> LandmarkForCausalLM:
-    model = LandmarkForCausalLM(landmark_config(**changes)).double().eval()
-    draw_weights(model, seed)
-    return model
+    return _made(LandmarkForCausalLM, landmark_config(**changes), seed)
 
 
 def hils(seed: int = 0, **changes: Any) -> HiLSForCausalLM:
-    model = HiLSForCausalLM(hils_config(**changes)).double().eval()
-    draw_weights(model, seed)
-    return model
+    return _made(HiLSForCausalLM, hils_config(**changes), seed)
 
 
 def hsa(groups: int = 2, seed: int = 0, **changes: Any) -> HSAForCausalLM:
-    model = HSAForCausalLM(hsa_config(groups, **changes)).double().eval()
-    draw_weights(model, seed)
-    return model
+    return _made(HSAForCausalLM, hsa_config(groups, **changes), seed)
 
 
 def block_recurrent(seed: int = 0, **changes: Any) -> BlockRecurrentForCausalLM:
-    model = BlockRecurrentForCausalLM(block_recurrent_config(**changes)).double().eval()
-    draw_weights(model, seed)
-    return model
+    return _made(BlockRecurrentForCausalLM, block_recurrent_config(**changes), seed)
 
 
 EACH_MODEL = pytest.mark.parametrize(

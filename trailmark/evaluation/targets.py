@@ -193,9 +193,7 @@ def window_targets(
     queries = np.zeros((len(asks), 2 * S), np.int64)
     for query, c, more in zip(queries, asks.tolist(), following.tolist(), strict=True):
         query[: S + more] = ids[c * S : (c + 1) * S + more]
-    found = candidates(
-        chunks, count, limits=limits[asks], queries=queries, query_lengths=S + following
-    ).indices
+    found = candidates(chunks, count, limits[asks], queries, S + following)
     indices[asks] = found
     pairs = [(texts[c], texts[c + 1]) for c in asks.tolist()]
     places = np.argwhere(found >= 0)

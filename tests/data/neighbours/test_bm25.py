@@ -94,40 +94,34 @@ def test_the_best_and_of_equals_the_earlier(data: st.DataObject, queries: int, n
 
 
 @settings(max_examples=50)
-@given(chunks=texts, count=st.integers(1, 8))
-def test_candidates_of_a_text(chunks: Chunks, count: int) -> None:
-    ids, lengths = padded(chunks)
-    found = candidates(ids, count, lengths=lengths)
-    scores = Bm25.of(ids, lengths).scores(ids, lengths, ids, lengths)
-    for c, (indices, own) in enumerate(zip(found.indices.tolist(), found.scores.tolist(), strict=True)):
-        best = sorted(sorted(range(c), key=lambda j: (-scores[c, j], j))[:count])
+@given(chunks=texts, count=st.integers(1, 8), S=st.integers(1, 6))
+def test_candidates_of_a_text(chunks: Chunks, count: int, S: int) -> None:
+    queries, lengths = padded(chunks)
+    tokens = np.concatenate([np.array(chunk, int) for chunk in chunks])
+    ids = tokens[: len(tokens) // S * S].reshape(-1, S)
+    limits = np.minimum(np.arange(len(queries)), len(ids))
+    found = candidates(ids, count, limits, queries, lengths)
+    whole = np.full(len(ids), S)
+    scores = Bm25.of(ids, whole).scores(ids, whole, queries, lengths)
+    for query, limit, indices in zip(scores, limits.tolist(), found.tolist(), strict=True):
+        best = sorted(sorted(range(limit), key=lambda j: (-query[j], j))[:count])
         assert indices == best + [-1] * (count - len(best))
-        assert own == [scores[c, j] if j >= 0 else -np.inf for j in indices]
     with pytest.MonkeyPatch.context() as patch:  # a query at a time
         patch.setattr(bm25, "_SCORES", 1)
-        again = candidates(ids, count, lengths=lengths)
-    assert (again.indices == found.indices).all()
-    assert (again.scores == found.scores).all()
-    shifted = candidates(
-        ids, count, lengths=lengths, limits=np.zeros(1, int), queries=ids[:1], query_lengths=lengths[:1]
-    )
-    assert (shifted.indices == -1).all()
+        assert (candidates(ids, count, limits, queries, lengths) == found).all()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("count", "limits", "message"),
     [
-        ({"count": 0}, r"^count: expected at least 1 candidate, got 0"),
-        (
-            {"count": 2, "limits": np.array([0, 1])},
-            r"^limits: expected one of 0 .. 3 for each of 3 queries, got 2",
-        ),
-        ({"count": 2, "limits": np.array([0, 1, 4])}, r"^limits: expected one of 0 .. 3 .* up to 4"),
+        (0, [0, 1, 2], r"^count: expected at least 1 candidate, got 0"),
+        (2, [0, 1], r"^limits: expected one of 0 .. 3 for each of 3 queries, got 2"),
+        (2, [0, 1, 4], r"^limits: expected one of 0 .. 3 .* up to 4"),
     ],
 )
-def test_candidates_that_cannot_be(arguments: Any, message: str) -> None:
+def test_candidates_that_cannot_be(count: int, limits: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        candidates(np.ones((3, 4), int), **arguments)
+        candidates(np.ones((3, 4), int), count, np.array(limits), np.ones((3, 2), int), np.full(3, 2))
 
 
 def test_tokens_and_parameters_that_cannot_be() -> None:

@@ -128,33 +128,19 @@ class Bm25:
         return out
 
 
-class Candidates(NamedTuple):
-    """What :func:`candidates` finds."""
-
-    indices: Integers  # [Q, count] chunks, ascending, -1 last
-    scores: Floats  # [Q, count]; -inf where -1
-
-
 def candidates(
-    ids: Integers,
-    count: int,
-    *,
-    lengths: Integers | None = None,
-    limits: Integers | None = None,
-    queries: Integers | None = None,
-    query_lengths: Integers | None = None,
-    statistics: Bm25 | None = None,
-) -> Candidates:
-    """The ``count`` chunks of a text that BM25 ranks best for each query; ties: the earlier chunk.
+    ids: Integers, count: int, limits: Integers, queries: Integers, query_lengths: Integers
+) -> Integers:
+    """The ``count`` chunks [Q, count] of a text that BM25 ranks best for each query, ascending, -1 last.
+
+    The statistics are the text's own. Of equals the earlier chunk; chunks that share no token with a query (score 0)
+    fill what is left.
 
     Args:
-        ids: [n, S] tokens of the chunks.
-        count: how many, at least 1. Chunks that share no token with a query (score 0) fill what is left.
-        lengths: [n] tokens of each chunk; None: S.
-        limits: [Q] query c may have chunks below ``limits[c]``; None: those before chunk c, which needs Q <= n.
-        queries: [Q, U] tokens; None: the chunks ask.
-        query_lengths: [Q]; None: U, or the chunks' lengths where they ask.
-        statistics: None: those of the chunks ``ids``.
+        ids: [n, S] tokens of the chunks, all whole.
+        count: how many, at least 1.
+        limits: [Q] query c may have chunks below ``limits[c]``.
+        queries: [Q, U] tokens. query_lengths: [Q] of them.
 
     Raises:
         ValueError: a count below 1; limits past the chunks.
@@ -162,26 +148,19 @@ def candidates(
     if count < 1:
         raise ValueError(f"count: expected at least 1 candidate, got {count}.")
     n, S = ids.shape
-    lengths = np.full(n, S) if lengths is None else lengths
-    if queries is None:
-        queries, query_lengths = ids, lengths
-    query_lengths = np.full(len(queries), queries.shape[1]) if query_lengths is None else query_lengths
-    limits = np.arange(len(queries)) if limits is None else limits
     if len(limits) != len(queries) or limits.max(initial=0) > n:
         raise ValueError(
             f"limits: expected one of 0 .. {n} for each of {len(queries)} queries, got {len(limits)} up to "
             f"{limits.max(initial=0)}."
         )
-    statistics = statistics or Bm25.of(ids, lengths)
-    indices, own = np.full((len(queries), count), -1), np.full((len(queries), count), -np.inf)
+    lengths, indices = np.full(n, S), np.full((len(queries), count), -1)
+    statistics = Bm25.of(ids, lengths)
     step = max(1, _SCORES // max(1, n))
     for first in range(0, len(queries) if n else 0, step):  # memory does not grow with the window's square
         rows = slice(first, first + step)
         scores = statistics.scores(ids, lengths, queries[rows], query_lengths[rows])
         indices[rows] = best_chunks(scores, limits[rows], count)
-        best = np.take_along_axis(scores, indices[rows].clip(0), 1)
-        own[rows] = np.where(indices[rows] >= 0, best, -np.inf)
-    return Candidates(indices, own)
+    return indices
 
 
 # --- a corpus' statistics in a file ------------------------------------------------------------------------

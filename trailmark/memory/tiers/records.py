@@ -110,11 +110,6 @@ class ChunkStore(ABC):
         """Whether a memory on ``device`` keeps the records used last there, in front of this tier."""
         return cls.takes == "disk" or (cls.takes == "host" and torch.device(device).type != "cpu")
 
-    @classmethod
-    def free_bytes(cls, device: torch.device | str, folder: str | Path | None = None) -> int | None:
-        """Bytes that are free where its records lie (below ``folder``, if in files); None: nobody knows."""
-        return free_bytes(cls.takes, device, folder)
-
     def __init__(self, record_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> None:
         require(
             record_shape_fits(record_shape, holds_kv(dtype)) and min(record_shape) > 0,

@@ -8,7 +8,7 @@ import torch
 
 from trailmark.memory.tiers.base import register_tier
 from trailmark.memory.tiers.disk import DiskStore
-from trailmark.memory.tiers.records import ChunkStore, RecordLayout, free_bytes
+from trailmark.memory.tiers.records import ChunkStore, RecordLayout
 from trailmark.memory.tiers.resident import HostStore
 
 
@@ -32,7 +32,3 @@ class TokenStore(ChunkStore):
     @classmethod
     def keeps_recent(cls, device: torch.device | str) -> bool:
         return True
-
-    @classmethod
-    def free_bytes(cls, device: torch.device | str, folder: str | Path | None = None) -> int | None:
-        return free_bytes("host" if folder is None else "disk", device, folder)
