@@ -1,6 +1,6 @@
 """What reading costs, how far it reaches, and what a token costs after it.
 
-    python benchmarks/reading.py [speed far token family memory dtypes saving search] [--model runs/demo/drt]
+    python benchmarks/reading.py [speed forward far token family memory dtypes saving search] [--model runs/demo/drt]
 
 Each part writes its results into benchmarks/reading.json; without a name, all run. Cases that are compared are
 interleaved in one process; medians of 7 rounds (of 3 for "family") are reported, with the lowest and the highest.
@@ -124,6 +124,52 @@ def speed(folder: Path | None) -> list[dict[str, Any]]:
             measured = speed_at(length, block, both, cache)
             results.append({"size": size, "length": length, "tokens_per_second": measured})
             print(size, length, {k: round(v["median"]) for k, v in measured.items()}, flush=True)
+    return results
+
+
+class _Watched:
+    """A search, and what it chose."""
+
+    def __init__(self, search: Any) -> None:
+        self.search, self.chosen = search, list[Tensor]()
+
+    def select(self, *call: Any, **how: Any) -> Any:
+        found = self.search.select(*call, **how)
+        self.chosen.append(found.indices)
+        return found
+
+
+@torch.no_grad()
+def forward(folder: Path | None) -> list[dict[str, Any]]:
+    """Tokens/s of the shipped demo model's full forward near a text's begin and far from it, by how it searches."""
+    subject, results = load(Path("demo")), list[dict[str, Any]]()
+    model, block = subject.model, K64 // 2
+    text = unseen_tokens(subject, M10)
+    cache, searches = model.new_cache("host"), {"exact": ExactSearch(), "faiss": FaissSearch()}
+
+    def read_on(search: Any, ids: Tensor) -> None:
+        branch = cache.branch()
+        branch.memory.search = search
+        full_forward(model, branch, ids)
+
+    for length in (K64, M10):
+        while (begin := cache.get_seq_length()) < length - block:
+            model.read(text[:, begin : min(begin + K64, length - block)], cache)
+        ids = text[:, length - block : length]
+        speeds = {
+            name: partial(lambda s, x: block / seconds(partial(read_on, s, x)), search, ids)
+            for name, search in searches.items()
+        }
+        watched = {name: _Watched(search) for name, search in searches.items()}
+        for search in watched.values():  # first: faiss builds its index
+            read_on(search, ids)
+        exact, near = (torch.cat(search.chosen, 1) for search in watched.values())  # [1, C, K]
+        there = exact >= 0
+        found = (exact[..., None] == near[..., None, :]).any(-1)[there]
+        measured = spreads(speeds)
+        row = {"length": length, "tokens_per_second": measured, "recall": float(found.float().mean())}
+        results.append(row)
+        print(row, flush=True)
     return results
 
 
@@ -441,6 +487,7 @@ def search(folder: Path | None) -> list[dict[str, Any]]:
 
 PARTS: dict[str, Callable[[Path | None], list[dict[str, Any]]]] = {
     "speed": speed,
+    "forward": forward,
     "far": far,
     "token": token,
     "family": family,
