@@ -186,17 +186,23 @@ def names(options: argparse.Namespace) -> None:
         file.name: chapter(read_text(file), tokenizer, NAMED_LENGTH, S, whole=True) for file in chapters()
     }
     texts = [Text(name, one.ids) for name, one in begun.items()]
-    by_seed = [  # in files of their own, as in measure
-        Losses(FOLDER / f"learning-names-{options.begin}-{seed}.json", progress).of(
-            f"weights {weights_of(folder)[:12]}",
-            partial(opened, folder),
-            texts,
-            partial(_names, [*begun.values()]),
+    for seed, folder in folders.items():  # in files of their own, as in measure
+        weights = weights_of(folder)
+        losses = Losses(FOLDER / f"learning-names-{options.begin}-{seed}.json", progress)
+        of_texts = losses.of(
+            f"weights {weights[:12]}", partial(opened, folder), texts, partial(_names, [*begun.values()])
         )
-        for seed, folder in folders.items()
-    ]
-    counted, rows = np.array(by_seed).sum(0), []  # [texts, CITED, sums]
-    for cited, (found, tokens, own, off, other) in zip(CITED, counted.transpose(1, 2, 0), strict=True):
+        # each seed by itself: what it reads is of its own choice, and another may be measured elsewhere
+        keep(options.output, f"names, {options.begin}, seed {seed}", {
+            "length": NAMED_LENGTH, "seed": seed, "weights": weights, "rows": _of_names(np.array(of_texts)),
+        })  # fmt: skip
+    progress.say(f"Measured, in {options.output}")
+
+
+def _of_names(by_text: np.ndarray) -> list[dict[str, Any]]:
+    """What :func:`_names` found in all texts [texts, CITED, 5], by which chunk with the name is read."""
+    rows = []
+    for cited, (found, tokens, own, off, other) in zip(CITED, by_text.transpose(1, 2, 0), strict=True):
         if not tokens.any():
             continue
         read = other - own if cited != CITED[-1] else own - other
@@ -206,11 +212,7 @@ def names(options: argparse.Namespace) -> None:
             | interval("retrieval", off - own, tokens)
             | interval("name", read, tokens)
         )
-    keep(options.output, f"names, {options.begin}", {
-        "length": NAMED_LENGTH, "seeds": list(folders), "rows": rows,
-        "weights": {seed: weights_of(folder) for seed, folder in folders.items()},
-    })  # fmt: skip
-    progress.say(f"Measured, in {options.output}")
+    return rows
 
 
 @torch.no_grad()

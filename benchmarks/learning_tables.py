@@ -160,11 +160,17 @@ def _candidates(row: Row) -> str:
     return f"{row['least']} to {row['most']}" if row["least"] else f"up to {row['most']}"
 
 
+def _names() -> list[tuple[str, Row]]:
+    """How a retriever began, and what was measured of names, seed by seed."""
+    known = record("learning")
+    return [(begin, known[key]) for begin in _BEGINS for key in known if key.startswith(f"names, {begin}, ")]
+
+
 def names_text() -> str:
     """What it is worth to a label's name that its chunk is read."""
     columns: Columns = {
         "begins": "{begin}",
-        "seeds": lambda row: ", ".join(map(str, row["of"]["seeds"])),
+        "seed": "{seed}",
         "chunk with the name that is read": "{read}",
         "names": "{names:,}",
         "chapters": "{texts}",
@@ -172,8 +178,12 @@ def names_text() -> str:
         "less than without retrieval": between("retrieval"),
         "less with such a chunk than with none": between("name"),
     }
-    rows = _rows("names", "rows")
-    found = [known for _, known in _known("names")]
+    found = [known for _, known in _names()]
+    rows = [
+        row | {"begin": _BEGINS[begin], "seed": known["results"]["seed"]}
+        for begin, known in _names()
+        for row in known["results"]["rows"]
+    ]
     return on_machine(
         "Tokens of the names in references of the held-out chapters (their first "
         f"{found[0]['results']['length']:,} tokens at most) whose label's chunk may be chosen, with 95% "
@@ -393,12 +403,16 @@ def _beside_layers() -> Iterator[Row]:
 
 
 def _of_names() -> Row:
-    """A label's name, where a chapter cites it and its chunk is read."""
-    found = record("learning")["names, additions"]["results"]
-    read = next(row for row in found["rows"] if row["read"] == "the label's")
-    names = sum(row["names"] for row in found["rows"])
-    what = (
-        f"all that a DRT adds learns, where it reads the chunk of a cited label ({read['names']} of {names} names): "
-        "nats a token of the name below those with other chunks"
+    """A label's name, where a chapter cites it and its chunk is read, of each seed by itself."""
+    by_seed = [known["results"]["rows"] for begin, known in _names() if begin == "additions"]
+    read = [next(row for row in rows if row["read"] == "the label's") for rows in by_seed]
+    names = [sum(row["names"] for row in rows) for rows in by_seed]
+    counts = " and ".join(
+        f"{own['names']} of {all_names}" for own, all_names in zip(read, names, strict=True)
     )
-    return {"what": what, "seeds": len(found["seeds"]), "LaTeX": between("name").format(**read)}
+    what = (
+        f"all that a DRT adds learns, where it reads the chunk of a cited label ({counts} names): nats a token of "
+        "the name below those with other chunks"
+    )
+    latex = ", ".join(between("name").format(**row) for row in read)
+    return {"what": what, "seeds": len(read), "LaTeX": latex}
