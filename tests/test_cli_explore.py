@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
+from tests.disks import largest_file
 from tests.interrupted import interrupted
 from tests.report.explorer.test_page import of_a_page, token_texts
 from tests.trace.whole import totals
@@ -45,6 +46,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "short.txt").write_text("a" * 39)  # chunks have 20 tokens
     cli.main(["read", str(made / "drt"), str(made / "book.txt"), "--memory", str(made / "memory")])
     return made
+
+
+@pytest.mark.parametrize("which", ["page.html", "trace.jsonl"])
+def test_a_disk_without_room_is_told_with_its_file(
+    folder: Path, tmp_path: Path, command: Command, which: str
+) -> None:
+    given = ["-o", tmp_path / "page.html"]
+    given += ["--keep-trace", tmp_path / which] if which != "page.html" else []
+    with largest_file(2_000):
+        code, _, err = command("explore", folder / "drt", folder / "book.txt", *given)
+    assert code == 1
+    assert err.strip().splitlines()[-1] == (
+        f"trailmark: File too large ({tmp_path / which}). Raise the limit of file size (ulimit -f) and start the same "
+        "command again."
+    )
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_a_page_from_a_text_a_memory_and_a_trace(folder: Path, tmp_path: Path, command: Command) -> None:

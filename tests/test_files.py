@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from trailmark.files import (
     find_damage,
     in_threads,
     read_json,
+    replacing,
     sha256_of,
     write_json,
     write_text,
@@ -56,6 +58,17 @@ def test_a_failing_replacement_leaves_no_temporary_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="folder"):
         write_text(tmp_path / "folder", "text")
     assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
+
+
+def test_a_failing_write_names_its_file(tmp_path: Path) -> None:
+    """As the system says it of a disk that is full: of a write, without a name."""
+    with (
+        pytest.raises(OSError, match=r"No space left on device: .*page\.html'") as failed,
+        replacing(tmp_path / "page.html"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert failed.value.errno == errno.ENOSPC
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_reader_never_sees_half(tmp_path: Path) -> None:

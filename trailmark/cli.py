@@ -23,6 +23,7 @@ from trailmark.evaluation.suite import (
     tier_setting,
     tiers_in_folders,
 )
+from trailmark.files import is_no_space
 from trailmark.machine import start_again_set_up
 from trailmark.settings import Settings, setting, takes
 
@@ -418,7 +419,7 @@ def main(arguments: list[str] | None = None) -> None:
         resumes = _RESUMING.intersection(arguments[:1])
         _fail("Stopped. The same command goes on from here." if resumes else "Stopped.", 130)
     except Exception as error:
-        message = _explain(error)
+        message = _explain(error, bool(_RESUMING.intersection(arguments[:1])))
         if message is None or os.environ.get("TRAILMARK_TRACEBACK"):
             raise
         if not message:  # no command: its help has been shown
@@ -426,17 +427,24 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(message, 1)
 
 
-def _explain(error: Exception) -> str | None:
-    """One line for what a user can mend; None for what is our own mistake."""
+def _explain(error: Exception, resumes: bool) -> str | None:
+    """One line for what a user can mend; None for what is our own mistake.
+
+    ``resumes``: the command goes on where it stopped.
+    """
     if isinstance(error, ValueError):
         return str(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return f"memory: this machine has too little for that ({error}). Choose smaller sizes, or fewer at a time."
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        way_out = ". Free some space and start the same command again; what was saved before is whole."
-        return f"{error.strerror or error}{where}{way_out if full else ''}"
+        if not is_no_space(error):
+            return f"{error.strerror or error}{where}"
+        limit = (
+            "Raise the limit of file size (ulimit -f)" if error.errno == errno.EFBIG else "Free some space"
+        )
+        kept = "; what was saved before is whole" if resumes else ""
+        return f"{error.strerror or error}{where}. {limit} and start the same command again{kept}."
     if type(error).__module__.startswith(("typer", "click")):
         said = getattr(error, "format_message", lambda: str(error))()
         context = getattr(error, "ctx", None)

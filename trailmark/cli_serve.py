@@ -55,12 +55,12 @@ def serve(settings: ServeSettings) -> None:
     from trailmark.evaluation.reading import parse_dtype
     from trailmark.evaluation.subject import load, names_of, own_device
     from trailmark.server.keys import expect_safe, read_keys
-    from trailmark.server.running import build, run
+    from trailmark.server.running import bind, build, run
     from trailmark.server.state import Limits
 
     keys = [] if settings.api_key_file is None else read_keys(settings.api_key_file)
     expect_safe(settings.host, keys)
-    names = names_of(settings.models)
+    names, listening = names_of(settings.models), bind(settings.host, settings.port)
     device = own_device(settings.device)
     subjects = {
         name: load(folder, device=device) for name, folder in zip(names, settings.models, strict=True)
@@ -80,4 +80,4 @@ def serve(settings: ServeSettings) -> None:
         max_rows=settings.max_rows,
         max_waiting=settings.max_waiting,
     )
-    run(app, settings.host, settings.port, typer.echo)
+    run(app, listening, typer.echo)

@@ -95,8 +95,10 @@ def replacing(path: Path, durable: bool = False) -> Iterator[TextIO]:
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)  # as an ordinary file: mkstemp's are private
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a write knows no name
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     if durable:
         sync_folder(path.parent)
@@ -425,10 +427,19 @@ def _differences(
         if isinstance(value, Mapping) and isinstance(was, Mapping):
             yield from _differences(was, value, ignored, path)
         elif isinstance(value, list) and isinstance(was, list) and was != value:
+            if (own := _named(was)) != (others := _named(value)):
+                yield " ".join(path), own, others
+                continue
             pairs = (pair for pair in zip(was, value, strict=False) if pair[0] != pair[1])
             yield " ".join(path), *next(pairs, (len(was), len(value)))
         elif was != value:
             yield " ".join(path), was, value
+
+
+def _named(entries: list[Any]) -> str:
+    """The first name in a list of named things, and how many there are more; empty for other lists."""
+    names = [str(entry.get("name")) for entry in entries if isinstance(entry, Mapping)]
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names)
 
 
 # --- room on a disk ----------------------------------------------------------------------------------------
@@ -511,6 +522,19 @@ def expect_writable(argument: str, folder: Path) -> None:
             f"{argument}: expected a folder to write in, {str(folder)!r} is not ({error.strerror}). "
             "Choose another one or free some space."
         ) from error
+
+
+@contextmanager
+def leaving_no_empty_folder(folder: Path) -> Iterator[None]:
+    """After an error remove a folder that the block made and left empty."""
+    is_new = not folder.exists()
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def expect_outside(output: Path, paths: Sequence[str | Path], what: str) -> None:

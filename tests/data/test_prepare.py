@@ -422,7 +422,12 @@ def test_another_source_or_other_settings_are_refused(
         (folder, bpe, {"end_of_text": False}, r"tokenizer end_of_text 0, .* None"),
         (folder, "bytes", {}, r"tokenizer fingerprint '\w{64}', .* '\w{64}'"),
         (other, bpe, {}, r"source files .*007\.txt.* 007\.txt".replace(" 007", ".*007")),
-        (other / "001.txt", bpe, {}, r"source files "),
+        (
+            other / "001.txt",
+            bpe,
+            {},
+            r"source files '.*000\.txt and 23 more', this command asks for '.*001\.txt'",
+        ),
     ):
         with pytest.raises(ValueError, match=rf"^output: .* holds a corpus with {message}.*Choose another"):
             prepare(parse_source([str(source)]), output, tokenizer, **{"shard_tokens": SHARD} | options)  # type: ignore[arg-type]
@@ -436,11 +441,20 @@ def test_a_folder_in_which_nothing_came_about_is_free(tmp_path: Path, folder: Pa
     assert prepare(parse_source([str(folder)]), tmp_path / "made", bpe, processes=1).documents == 24
 
 
+def test_a_source_that_cannot_be_read_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    for made in (tmp_path / "new", tmp_path / "old"):
+        (tmp_path / "old").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=r"^source: expected text"):
+            prepare(parse_source([str(tmp_path / "empty.txt")]), made, processes=1)
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "old").is_dir()
+
+
 def test_outputs_that_cannot_be(tmp_path: Path, folder: Path) -> None:
     source = parse_source([str(folder)])
     with pytest.raises(ValueError, match=r"^output: expected a folder outside of the source"):
         prepare(source, folder / "corpus")
-    (folder / "corpus").rmdir()
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"^output: expected a folder to write in"):
         prepare(source, tmp_path / "file")

@@ -11,6 +11,7 @@ from tests.server.conftest import Server, serving
 from trailmark.evaluation.chat import Conversation
 from trailmark.evaluation.generation import Sampling
 from trailmark.evaluation.subject import load
+from trailmark.server.running import bind
 
 Command = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.usefixtures("no_restart", "one_thread")
@@ -128,7 +129,7 @@ def test_a_template_is_given_its_option(
 def test_a_conversation_goes_on(live: Server, command: Command, lines: Callable[[str], None]) -> None:
     lines("Where is the river?\nAnd the stones?\n")
     code, out, _ = command(
-        "chat", "chat", "--url", f"{live.url}/", "--max-new-tokens", "4", "--passages", "1"
+        "chat", "chat", "--url", f"{live.url}/v1/", "--max-new-tokens", "4", "--passages", "1"
     )
     assert code == 0
     assert out.count("Read for this") >= 2
@@ -170,3 +171,9 @@ def test_serving_begins_with_what_is_wrong(
     assert "model: expected a folder" in refused("serve", tmp_path / "none")
     (tmp_path / "file").write_text("")
     assert "memories: expected a folder" in refused("serve", model, "--memories", tmp_path / "file")
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert f"port: cannot listen at 127.0.0.1, port {port}" in refused(
+            "serve", tmp_path / "none", "--port", port
+        )

@@ -12,7 +12,7 @@ import pytest
 
 from tests.server.conftest import Server, serving
 from trailmark.server.keys import expect_safe, read_keys
-from trailmark.server.running import listen, server
+from trailmark.server.running import bind
 
 KEY = "a-key-that-nobody-guesses"
 ASK = {"model": "bytes", "prompt": "x", "max_tokens": 1}
@@ -154,11 +154,11 @@ def test_names_lead_nowhere_but_into_the_folder(live: Server, name: str) -> None
 
 
 def test_documents_lead_nowhere_but_into_their_memory(live: Server) -> None:
-    live.http.post("/v1/memories", json={"name": "book"})
+    live.http.post("/v1/memories", json={"name": "nowhere"})
     for document in ("..", "../x", "a/b", ".part-x", "", "x" * 101, "a\nb", "\ud800"):
         body = json.dumps({"document": document, "text": "A text."})
-        refused(live.http.post("/v1/memories/book/texts", content=body))
-    assert live.http.get("/v1/memories/book").json()["documents"] == []
+        refused(live.http.post("/v1/memories/nowhere/texts", content=body))
+    assert live.http.get("/v1/memories/nowhere").json()["documents"] == []
 
 
 def test_sizes_are_bounded(models: dict[str, Path], tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_addresses_that_are_none_are_told_in_the_same_shape(live: Server) -> Non
 
 def test_an_answer_is_sent_at_once() -> None:
     """Not when the client has acknowledged what was sent before it, which takes 40 ms."""
-    with listen(server(lambda scope, receive, send: None, "127.0.0.1", 0)) as listening:
+    with bind("127.0.0.1", 0) as listening:
         listening.listen()
         with socket.create_connection(listening.getsockname()):
             connection, _ = listening.accept()

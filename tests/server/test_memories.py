@@ -51,6 +51,9 @@ def test_a_memory_is_what_trailmark_read_makes(
     verify(folder / "exact")
     ours, theirs = subject.model.load_cache(folder / "exact"), subject.model.load_cache(tmp_path / "memory")
     assert described["tokens"] == ours.get_seq_length() == theirs.get_seq_length()
+    assert described["records"] == int(ours.num_chunks[0])
+    files = [path for path in (folder / "exact").iterdir() if path.suffix in (".bin", ".safetensors")]
+    assert described["bytes"] == sum(path.stat().st_size for path in files)
     assert [entry["document"] for entry in described["documents"]] == ["0.txt", "1.txt", "2.txt"]
     ids = torch.from_numpy(tokenize(["Where?"], subject.tokenizer)).long()[None]
     with torch.no_grad():

@@ -32,6 +32,7 @@ from trailmark.files import (
     expect_same_settings,
     expect_writable,
     find_wrong_lengths,
+    leaving_no_empty_folder,
     locked,
     read_json,
     remove_unfinished,
@@ -130,6 +131,19 @@ def prepare(
         if number is not None and number < 1:
             raise ValueError(f"{name}: expected at least 1, got {number}.")
     folder = Path(output)
+    with leaving_no_empty_folder(folder):
+        return _prepare(source, folder, tokenizer, processes, shard_tokens, end_of_text, progress)
+
+
+def _prepare(
+    source: Source,
+    folder: Path,
+    tokenizer: str,
+    processes: int | None,
+    shard_tokens: int,
+    end_of_text: bool,
+    progress: Callable[[Progress], None] | None,
+) -> Corpus:
     expect_writable("output", folder)
     expect_source_outside(source, folder)
     loaded = load_tokenizer(tokenizer)

@@ -114,7 +114,8 @@ class Conversation:
             question.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"question: expected UTF-8 text, got {question!r}. Set the terminal to UTF-8."
+                f"question: expected UTF-8 text, got {question!r}. Set the terminal to UTF-8, or convert what is piped "
+                "in: iconv -f ENCODING -t UTF-8"
             ) from error
         if not question.strip():
             raise ValueError("question: expected at least one word, got none.")

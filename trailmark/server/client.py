@@ -32,8 +32,9 @@ class RemoteConversation:
     """Questions and answers, one after the other. The server keeps nothing of them.
 
     Args:
-        url: of the server, as "http://127.0.0.1:8000". model, memory: their names there. system: what the model is told
-            before the first question. passages: how many are cited of each group. key: None: it asks for none.
+        url: of the server, as "http://127.0.0.1:8000", with /v1 or without. model, memory: their names there. system:
+            what the model is told before the first question. passages: how many are cited of each group. key: None: it
+            asks for none.
         template: options of the model's chat template.
         quotes: whether the server puts the passages that a question looks at before it.
 
@@ -122,7 +123,7 @@ class RemoteConversation:
         headers = {"Content-Type": "application/json"}
         headers |= {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         body = json.dumps(self._body | {"messages": messages})
-        path = f"{self._parts.path.rstrip('/')}/v1/chat/completions"
+        path = f"{self._parts.path.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
         connection.request("POST", path, body, headers)
         response = connection.getresponse()
         if response.status != 200:

@@ -159,22 +159,22 @@ class Memories:
     def describe(self, name: str) -> dict[str, Any]:
         """What is known of a memory without opening it."""
         folder = self.expect(name)
-        found: dict[str, Any] = {"id": name, "object": "memory", "model": None, "created": None}
+        found: dict[str, Any] = {"id": name, "object": "memory", "model": None, "saved": None}
         sources: list[dict[str, Any]] = []
         try:
             known = self._manifest(folder)
             if known is not None:
                 sources = sources_of(known.header.get("notes", {}), folder)
-                found["created"] = int(datetime.fromisoformat(known.date).timestamp())
+                found["saved"] = int(datetime.fromisoformat(known.date).timestamp())
                 found["model"] = next((own.name for own in self._models.values() if _wrote(own, known)), None)
         except ValueError as error:
             logger.warning("The memory %r is damaged: %s", name, error)
             return found | {"damaged": True}
-        chunks = None if known is None else known.chunks
+        files = [file for file in (known.chunks, known.state) if file] if known else []
         found |= {
             "tokens": sum(source["tokens"] for source in sources),
-            "chunks": 0 if chunks is None else chunks.count,
-            "bytes": 0 if chunks is None else chunks.bytes,
+            "records": known.chunks.count if known and known.chunks else 0,
+            "bytes": sum(file.bytes for file in files),
             "documents": [
                 {"document": Path(source["path"]).name} | {key: source[key] for key in ("tokens", "done")}
                 for source in sources

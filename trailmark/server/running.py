@@ -52,13 +52,11 @@ def build(
     return make_app(State(models, kept, Metrics(), limits or Limits()), keys)
 
 
-def server(app: ASGIApp, host: str, port: int) -> uvicorn.Server:
+def server(app: ASGIApp) -> uvicorn.Server:
     """uvicorn around it: headers bounded, no word about who serves, and no log of what is asked."""
     return uvicorn.Server(
         uvicorn.Config(
             app,
-            host,
-            port,
             http="h11",  # the one that bounds headers
             ws="none",
             log_level="warning",
@@ -72,18 +70,23 @@ def server(app: ASGIApp, host: str, port: int) -> uvicorn.Server:
     )
 
 
-def listen(running: uvicorn.Server) -> socket.socket:
-    """The socket of a server that is not started yet, at its host and port; port 0: any that is free.
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at a host and port, for a server that is not started yet: until then nobody can connect to it.
+
+    ``port`` 0: any that is free.
 
     Raises:
         ValueError: nobody can listen there.
     """
-    host, port = running.config.host, running.config.port
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just left may be taken
     try:
-        found = running.config.bind_socket()
-    except SystemExit as error:  # uvicorn has said why
+        found.bind((host, port))
+    except OSError as error:
+        found.close()
         raise ValueError(
-            f"port: cannot listen at {host}, port {port}, where another program may. Choose another --port."
+            f"port: cannot listen at {host}, port {port} ({error.strerror or error}), where another program may. "
+            "Choose another --port."
         ) from error
     # its connections inherit it; asyncio sets it only where a socket names its protocol, which this one does not. Else
     # an answer's second write, as a streamed token's, waits up to 40 ms for the client's acknowledgement of the first
@@ -91,17 +94,8 @@ def listen(running: uvicorn.Server) -> socket.socket:
     return found
 
 
-def run(app: ASGIApp, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C or SIGTERM.
-
-    Args:
-        port: 0: any that is free; ``say`` is told which.
-
-    Raises:
-        ValueError: nobody can listen there.
-    """
-    running = server(app, host, port)
-    listening = listen(running)
-    place = f"[{host}]" if ":" in host else host
-    say(f"Serving at http://{place}:{listening.getsockname()[1]}/v1")
-    running.run(sockets=[listening])
+def run(app: ASGIApp, listening: socket.socket, say: Callable[[str], None]) -> None:
+    """Serve at a socket of :func:`bind` until Ctrl-C or SIGTERM; ``say`` is told where."""
+    host, port = listening.getsockname()[:2]
+    say(f"Serving at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+    server(app).run(sockets=[listening])
