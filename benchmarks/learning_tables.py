@@ -406,10 +406,10 @@ def _of_names() -> Row:
     """A label's name, where a chapter cites it and its chunk is read, of each seed by itself."""
     by_seed = [known["results"]["rows"] for begin, known in _names() if begin == "additions"]
     read = [next(row for row in rows if row["read"] == "the label's") for rows in by_seed]
-    counts = " and ".join(f"{row['names']}" for row in read)
-    (names,) = {sum(row["names"] for row in rows) for rows in by_seed}  # which is read is a seed's own
+    names = [sum(row["names"] for row in rows) for rows in by_seed]
+    counts = " and ".join(f"{own['names']} of {number}" for own, number in zip(read, names, strict=True))
     what = (
-        f"all that a DRT adds learns, where it reads the chunk of a cited label ({counts} of {names} names): nats a "
+        f"all that a DRT adds learns, where it reads the chunk of a cited label ({counts} names): nats a "
         "token of the name below those with other chunks"
     )
     latex = ", ".join(between("name").format(**row) for row in read)

@@ -12,8 +12,7 @@ import pytest
 from tests import benchmark_scripts
 from tests.case_study_texts import NAMES, SIZE, WIDTH, chunks_of
 from trailmark.data.corpus import load_tokenizer
-from trailmark.data.neighbours.bm25 import Bm25
-from trailmark.data.neighbours.bm25 import candidates as bm25_candidates
+from trailmark.data.neighbours.bm25 import Bm25, best_chunks
 from trailmark.trace.lines import TracedChunk
 
 modules = benchmark_scripts.modules(*NAMES)
@@ -148,15 +147,8 @@ def test_rules_ask_with_the_text_before_the_reading_chunk(modules: dict[str, Mod
         ]
 
     def searched(queries: Any, query_lengths: Any) -> list[list[int]]:
-        found = bm25_candidates(
-            *(ids, 3),
-            lengths=lengths,
-            limits=reading - 1,
-            queries=queries,
-            query_lengths=query_lengths,
-            statistics=statistics,
-        )
-        return [[m for m in row if m >= 0] for row in found.indices.tolist()]
+        found = best_chunks(statistics.scores(ids, lengths, queries, query_lengths), reading - 1, 3)
+        return [[m for m in row if m >= 0] for row in found.tolist()]
 
     assert chosen("bm25") == searched(ids[reading - 1], lengths[reading - 1])
     assert chosen("bm25_told") == searched(ids[reading], lengths[reading])

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from trailmark.network import from_pretrained_options
-
 # each is timed after its imports: how long these take says nothing of the network
 _ASK = """
 import sys, time
@@ -96,14 +94,3 @@ def test_a_hub_that_does_not_answer_is_asked_once(
     # huggingface_hub asks once a day, in passing, which programs there are
     assert [line for line in lines if b"/api/agent-harnesses" not in line] == [b"HEAD / HTTP/1.1"]
     assert "Retrying" not in done.stderr
-
-
-def test_a_name_that_was_mistyped_is_told_offline_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match=r"^model: 'base-lama' is no folder here, and the hub is not asked"):
-        from_pretrained_options("base-lama", "model")
-    (tmp_path / "models--base-lama" / "snapshots" / "0" / "config.json").mkdir(parents=True)
-    assert from_pretrained_options("base-lama", "model") == {"local_files_only": True}

@@ -393,3 +393,14 @@ def test_the_most_layers_that_are_allowed_are_built_in_seconds() -> None:
     assert time.process_time() - began < 10
     with pytest.raises(ValueError, match="num_hidden_layers: expected at most 1000, got 1001"):
         DRTConfig(num_hidden_layers=MOST_LAYERS + 1)
+
+
+def test_a_name_that_was_mistyped_is_told_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from trailmark.models.conversion.base import open_base
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    one_line(
+        lambda: open_base("base-lama"),
+        "model: cannot load 'base-lama', which is no folder here: the hub's cache holds no such model, and offline",
+    )

@@ -55,29 +55,31 @@ def serve(settings: ServeSettings) -> None:
     from trailmark.evaluation.reading import parse_dtype
     from trailmark.evaluation.subject import load, names_of, own_device
     from trailmark.server.keys import expect_safe, read_keys
-    from trailmark.server.running import bind, build, run
+    from trailmark.server.running import build, listen, run
     from trailmark.server.state import Limits
 
     keys = [] if settings.api_key_file is None else read_keys(settings.api_key_file)
     expect_safe(settings.host, keys)
-    names, listening = names_of(settings.models), bind(settings.host, settings.port)
-    device = own_device(settings.device)
-    subjects = {
-        name: load(folder, device=device) for name, folder in zip(names, settings.models, strict=True)
-    }
-    gib = settings.open_gib
-    app = build(
-        subjects,
-        settings.memories,
-        keys,
-        Limits(
-            text_bytes=settings.max_text_mib << 20,
-            new_tokens=settings.max_new_tokens,
-            seconds=settings.seconds,
-        ),
-        open_bytes=psutil.virtual_memory().total // 2 if gib is None else int(gib * _GIB),
-        dtype=parse_dtype(settings.memory_dtype),
-        max_rows=settings.max_rows,
-        max_waiting=settings.max_waiting,
-    )
-    run(app, listening, typer.echo)
+    names = names_of(settings.models)
+    # before models are loaded: the port may be taken
+    with listen(settings.host, settings.port) as listening:
+        device = own_device(settings.device)
+        subjects = {
+            name: load(folder, device=device) for name, folder in zip(names, settings.models, strict=True)
+        }
+        gib = settings.open_gib
+        app = build(
+            subjects,
+            settings.memories,
+            keys,
+            Limits(
+                text_bytes=settings.max_text_mib << 20,
+                new_tokens=settings.max_new_tokens,
+                seconds=settings.seconds,
+            ),
+            open_bytes=psutil.virtual_memory().total // 2 if gib is None else int(gib * _GIB),
+            dtype=parse_dtype(settings.memory_dtype),
+            max_rows=settings.max_rows,
+            max_waiting=settings.max_waiting,
+        )
+        run(app, listening, typer.echo)

@@ -97,7 +97,7 @@ def replacing(path: Path, durable: bool = False) -> Iterator[TextIO]:
         os.replace(name, path)
     except BaseException as error:
         Path(name).unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # a write knows no name
+        if isinstance(error, OSError) and is_no_space(error) and not error.filename:  # a write knows no name
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     if durable:
@@ -524,19 +524,6 @@ def expect_writable(argument: str, folder: Path) -> None:
         ) from error
 
 
-@contextmanager
-def leaving_no_empty_folder(folder: Path) -> Iterator[None]:
-    """After an error remove a folder that the block made and left empty."""
-    is_new = not folder.exists()
-    try:
-        yield
-    except BaseException:
-        if is_new:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        raise
-
-
 def expect_outside(output: Path, paths: Sequence[str | Path], what: str) -> None:
     """Raise a ValueError where ``output`` lies in one of ``paths``: what is written there would be read as ``what``."""
     for path in map(Path, paths):
@@ -634,3 +621,18 @@ def locked(folder: Path, command: str) -> HeldFolder:
         folder,
         f"output: another {command} is writing in {str(folder)!r}. Wait for it or choose another folder.",
     )
+
+
+@contextmanager
+def made_and_locked(folder: Path, command: str) -> Iterator[None]:
+    """As :func:`locked`, of an output that is made where there is none; after an error, if empty, it is removed."""
+    is_new = not folder.exists()
+    expect_writable("output", folder)
+    with locked(folder, command):
+        try:
+            yield
+        except BaseException:
+            if is_new:
+                with contextlib.suppress(OSError):  # something lies in it
+                    folder.rmdir()
+            raise

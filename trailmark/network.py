@@ -55,7 +55,7 @@ def from_pretrained_options(name: str | os.PathLike[str], argument: str) -> dict
     """
     if Path(name).exists() or not may_be_on_the_hub(str(name)):
         return {"local_files_only": True}
-    if not is_offline() and unreachable() is None:
+    if is_offline() or unreachable() is None:
         return {}
     if not _is_cached(str(name)):
         raise ValueError(
@@ -69,8 +69,6 @@ def no_hub() -> str:
     """The sentence that says so."""
     from huggingface_hub import constants
 
-    if is_offline():
-        return "the hub is not asked (HF_HUB_OFFLINE is set)."
     return f"the hub cannot be reached ({constants.ENDPOINT}: {unreachable()})."
 
 

@@ -326,8 +326,19 @@ def loading(argument: str, what: str, way_out: str = "") -> Iterator[None]:
                 "it brings code of its own, which is never run. Use a model that transformers or trailmark knows, or "
                 "register its class in a program of yours"
             )
+        elif network.is_offline() and _is_absent(error):
+            text = "the hub's cache holds no such model, and offline nothing is downloaded"
         said = first_line(text.removeprefix("Error ").strip())
         raise ValueError(f"{argument}: {what}: {said}.{f' {way_out}' if way_out else ''}") from error
+
+
+def _is_absent(error: BaseException | None) -> bool:
+    """Whether the hub's client said that what is wanted is not on this machine."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    while error is not None and not isinstance(error, LocalEntryNotFoundError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _innermost(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from tests.data.corpora import prose, save_chat_bpe
 from tests.models.tiny import drt, hils
 from trailmark.byte_tokenizer import ByteTokenizer
 from trailmark.evaluation.subject import load
-from trailmark.server.running import bind, build, server
+from trailmark.server.running import build, listen, server
 from trailmark.server.state import Limits
 
 S = 8
@@ -70,7 +70,7 @@ def serving(
     limits = Limits(**options.pop("limits", {}))
     subjects = {name: load(folder) for name, folder in models.items()}
     app = build(subjects, memories, [] if key is None else [key], limits, **options)
-    running, socket = server(app), bind("127.0.0.1", 0)
+    running, socket = server(app), listen("127.0.0.1", 0)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [socket]}, daemon=True)
     thread.start()
     while not running.started:

@@ -95,10 +95,10 @@ class Forked(Served):
 
 
 def _serve(model: Path, memories: Path, told: Any) -> None:
-    from trailmark.server.running import bind, build, run
+    from trailmark.server.running import build, listen, run
 
     torch.set_num_threads(1)
-    run(build({"tiny": load(model)}, memories), bind("127.0.0.1", 0), told.send)
+    run(build({"tiny": load(model)}, memories), listen("127.0.0.1", 0), told.send)
 
 
 class Killer:

@@ -11,7 +11,7 @@ from tests.server.conftest import Server, serving
 from trailmark.evaluation.chat import Conversation
 from trailmark.evaluation.generation import Sampling
 from trailmark.evaluation.subject import load
-from trailmark.server.running import bind
+from trailmark.server.running import listen
 
 Command = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.usefixtures("no_restart", "one_thread")
@@ -168,11 +168,12 @@ def test_serving_begins_with_what_is_wrong(
     model = models["bytes"]
     assert "host: expected a loopback address" in refused("serve", model, "--host", "0.0.0.0")
     assert "api_key_file" in refused("serve", model, "--api-key-file", tmp_path / "none")
-    assert "model: expected a folder" in refused("serve", tmp_path / "none")
+    assert "model: expected a folder" in refused("serve", tmp_path / "none", "--port", "0")
     (tmp_path / "file").write_text("")
-    assert "memories: expected a folder" in refused("serve", model, "--memories", tmp_path / "file")
-    with bind("127.0.0.1", 0) as taken:
-        taken.listen()
+    assert "memories: expected a folder" in refused(
+        "serve", model, "--memories", tmp_path / "file", "--port", "0"
+    )
+    with listen("127.0.0.1", 0) as taken:
         port = str(taken.getsockname()[1])
         assert f"port: cannot listen at 127.0.0.1, port {port}" in refused(
             "serve", tmp_path / "none", "--port", port

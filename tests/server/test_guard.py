@@ -12,7 +12,7 @@ import pytest
 
 from tests.server.conftest import Server, serving
 from trailmark.server.keys import expect_safe, read_keys
-from trailmark.server.running import bind
+from trailmark.server.running import listen
 
 KEY = "a-key-that-nobody-guesses"
 ASK = {"model": "bytes", "prompt": "x", "max_tokens": 1}
@@ -206,9 +206,7 @@ def test_addresses_that_are_none_are_told_in_the_same_shape(live: Server) -> Non
 
 def test_an_answer_is_sent_at_once() -> None:
     """Not when the client has acknowledged what was sent before it, which takes 40 ms."""
-    with bind("127.0.0.1", 0) as listening:
-        listening.listen()
-        with socket.create_connection(listening.getsockname()):
-            connection, _ = listening.accept()
-            with connection:
-                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        connection, _ = listening.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def test_a_memory_is_what_trailmark_read_makes(
     texts = [prose(n, 200) + "\n" for n in range(3)]
     for number, text in enumerate(texts):
         described = live.append("exact", f"{number}.txt", text)
+        assert abs(described["saved"] - time.time()) < 60
         answer(live, "exact")
     subject = load(models["bytes"])
     with Reader(subject, tmp_path / "memory") as reader:

@@ -15,9 +15,9 @@ from trailmark.data.sources import Source
 from trailmark.files import (
     FileEntry,
     FolderKind,
+    expect_place,
     expect_same_settings,
-    expect_writable,
-    locked,
+    made_and_locked,
     read_json,
     remove_unfinished,
     replacing,
@@ -56,7 +56,7 @@ def prepare_pairs(
     """
     folder, began = Path(output), time.monotonic()
     rows = source.pairs()
-    expect_writable("output", folder)
+    expect_place("output", folder)
     expect_source_outside(source, folder)
     path, manifest_path = folder / PAIRS, folder / PAIRS_MANIFEST
     about = {"source": json.loads(json.dumps(source.description()))}
@@ -66,7 +66,7 @@ def prepare_pairs(
         if progress is not None:
             progress(Progress(pairs, 0, done, source.size(), seconds))
 
-    with locked(folder, "trailmark prepare"):
+    with made_and_locked(folder, "trailmark prepare"):
         if (old := read_json(manifest_path)) is not None:
             expect_same_settings(folder, "pairs", old, about)
             try:

@@ -28,12 +28,12 @@ from trailmark.data.shards import MANIFEST, Corpus, Shard, ShardWriter, make_man
 from trailmark.data.sources import LocalFiles, Source
 from trailmark.files import (
     expect_outside,
+    expect_place,
     expect_room,
     expect_same_settings,
     expect_writable,
     find_wrong_lengths,
-    leaving_no_empty_folder,
-    locked,
+    made_and_locked,
     read_json,
     remove_unfinished,
     telling_of_a_full_disk,
@@ -131,20 +131,7 @@ def prepare(
         if number is not None and number < 1:
             raise ValueError(f"{name}: expected at least 1, got {number}.")
     folder = Path(output)
-    with leaving_no_empty_folder(folder):
-        return _prepare(source, folder, tokenizer, processes, shard_tokens, end_of_text, progress)
-
-
-def _prepare(
-    source: Source,
-    folder: Path,
-    tokenizer: str,
-    processes: int | None,
-    shard_tokens: int,
-    end_of_text: bool,
-    progress: Callable[[Progress], None] | None,
-) -> Corpus:
-    expect_writable("output", folder)
+    expect_place("output", folder)
     expect_source_outside(source, folder)
     loaded = load_tokenizer(tokenizer)
     settings = {
@@ -160,6 +147,7 @@ def _prepare(
     encoder, count = Encoder(loaded), processes or os.cpu_count() or 1
     if sharing():
         expect_agreed({"trailmark": trailmark.__version__} | settings)
+        expect_writable("output", folder)
         expect_shared("output", folder)
         count = processes or max(1, count // beside_each_other(world_size()))
     with ExitStack() as held:
@@ -199,7 +187,7 @@ class _Run:
     def begin(self, bytes_alone: bool) -> int | None:
         """The first row of the source that is in no whole shard; None: the corpus is whole."""
         folder, source = self.folder, self.source
-        self._held.enter_context(locked(folder, "trailmark prepare"))
+        self._held.enter_context(made_and_locked(folder, "trailmark prepare"))
         if (folder / MANIFEST).exists():
             corpus = Corpus.open(folder)
             expect_same_settings(folder, "a corpus", corpus.manifest, self.settings, _ROADS)

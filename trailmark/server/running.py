@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -70,23 +71,26 @@ def server(app: ASGIApp) -> uvicorn.Server:
     )
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket at a host and port, for a server that is not started yet: until then nobody can connect to it.
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens, for a server that is not started yet: who connects waits for it.
 
     ``port`` 0: any that is free.
 
     Raises:
         ValueError: nobody can listen there.
     """
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just left may be taken
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        found.bind((host, port))
+        found = socket.create_server((host, port), family=family)
     except OSError as error:
-        found.close()
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            taken = error.errno == errno.EADDRINUSE
+            why = "another program listens there" if taken else "this user may not"
+            raise ValueError(
+                f"port: cannot listen at {host}, port {port}: {why}. Choose another --port."
+            ) from error
         raise ValueError(
-            f"port: cannot listen at {host}, port {port} ({error.strerror or error}), where another program may. "
-            "Choose another --port."
+            f"host: cannot listen at {host!r} ({error}). Name an address of this machine."
         ) from error
     # its connections inherit it; asyncio sets it only where a socket names its protocol, which this one does not. Else
     # an answer's second write, as a streamed token's, waits up to 40 ms for the client's acknowledgement of the first
@@ -95,7 +99,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(app: ASGIApp, listening: socket.socket, say: Callable[[str], None]) -> None:
-    """Serve at a socket of :func:`bind` until Ctrl-C or SIGTERM; ``say`` is told where."""
+    """Serve at a socket of :func:`listen` until Ctrl-C or SIGTERM; ``say`` is told where."""
     host, port = listening.getsockname()[:2]
     say(f"Serving at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
     server(app).run(sockets=[listening])

@@ -179,7 +179,7 @@ def _downloaded(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     options = network.from_pretrained_options(name, ARGUMENT)
-    with pretrained.loading(ARGUMENT, f"cannot load {name!r}"):
+    with pretrained.loading(ARGUMENT, f"cannot load {name!r}, which is no folder here"):
         return Path(snapshot_download(name, allow_patterns=list(_FETCHED), **options))
 
 
