@@ -9,7 +9,7 @@ from tables import RIGHT, Columns, Row, between, of_parts, on_machine, record, t
 
 
 def text() -> str:
-    """What was measured; a part that was not is left out."""
+    """What was measured, but for what its card says (:func:`reader_text`); a part that was not is left out."""
     return of_parts(record("pretrained_reader"), _PARTS)
 
 
@@ -184,7 +184,6 @@ _RIGHT: Columns = {
 }
 _TOLD: Columns = {"a fact is told": lambda row: _WORDS[row["format"]]}
 _PARTS: dict[str, Callable[[Row], str]] = {
-    "reader": _reader_text,
     "focus": _focus_text,
     "long": _long_text,
     "times": _times_text,
