@@ -45,14 +45,16 @@ from pretrained_models import (
 from pretrained_needles import TOGETHER, Needles
 
 from trailmark.data.corpus import Tokens, tokenize
+from trailmark.data.needles.haystacks import Haystack
 from trailmark.data.needles.tasks import Trial
 from trailmark.evaluation.needles.ask import Plan, num_haystacks
-from trailmark.evaluation.needles.askers import ReadingCost
+from trailmark.evaluation.needles.askers import MemoryAsker, ReadingCost
 from trailmark.evaluation.needles.judging import summary
 from trailmark.evaluation.needles.suite import NeedleSettings
 from trailmark.evaluation.subject import Subject
-from trailmark.files import read_json, write_json
+from trailmark.files import read_json, remove_folder, write_json
 from trailmark.memory import ChunkCache
+from trailmark.memory.manifest import NAME
 from trailmark.models.conversion.convert import open_any_base
 from trailmark.models.conversion.targets import TARGETS
 from trailmark.report.console import Progress
@@ -65,6 +67,7 @@ ASKED = (("sentences", False), ("paraphrases", False), ("paraphrases", True))
 WORDS = tuple(dict.fromkeys(format for format, _ in ASKED))
 LONG, MILLION = 65_536, 1_048_576  # tokens of the texts in the part long
 SEED = 1  # of its facts
+SAVED = 262_144  # tokens after which a haystack's memory is saved, again and again
 QUESTION, WRITTEN, REPEATS = "The name of the house in which he was born is", 16, 3
 
 
@@ -173,7 +176,7 @@ class Alone:
     """Single facts in haystacks that are read once for all of them; a file keeps what is known of each fact."""
 
     def __init__(self, folder: Path, text: Tokens, progress: Progress) -> None:
-        self.file, self.text, self.progress = folder / "alone.json", text, progress
+        self.folder, self.file, self.text, self.progress = folder, folder / "alone.json", text, progress
         self.known: dict[str, list[dict[str, Any]]] = read_json(self.file) or {}
         self.fields = (*READER_FIELDS, f"num_focus_chunks={_focus_set(folder)}")
         self.asked = subject(shipped_reader(folder), *self.fields)
@@ -208,19 +211,30 @@ class Alone:
         first, own_length = next(iter(plans.values()))
         haystack, asker = first.haystack(own_length, number), first.asker(own_length)
         laid = {way: plan.lay(n, number, [None], facts[-1][1] + 1)[None] for way, (plan, n) in plans.items()}
-        with asker.reading(
-            haystack, ReadingCost(), lambda n: self.progress.show(f"{name}: {n:,} read")
-        ) as read:
-            for format, fact in facts:
-                self.progress.show(f"{name}: {format} {fact + 1} of {facts[-1][1] + 1}")
-                trials = {way: laid[way][fact] for way in ASKED if way[0] == format}
-                needles = _needles_of(list(trials.values()))
-                with asker.holding(read, haystack, needles, ReadingCost(), lambda tokens: None) as held:
-                    lines = []
-                    for way, trial in trials.items():
-                        (line,) = plans[way][0].ask(asker, held, trial, ReadingCost())
-                        lines.append(line | {"format": format, "chat": way[1]})
-                yield (format, fact), lines
+        assert isinstance(asker, MemoryAsker)
+        kept = self.folder / "alone" / f"{self.name.split()[0]}-{own_length}-{number}"
+        read = self._read(asker, haystack, kept, name)
+        for format, fact in facts:
+            self.progress.show(f"{name}: {format} {fact + 1} of {facts[-1][1] + 1}")
+            trials = {way: laid[way][fact] for way in ASKED if way[0] == format}
+            needles = _needles_of(list(trials.values()))
+            with asker.holding(read, haystack, needles, ReadingCost(), lambda tokens: None) as held:
+                lines = []
+                for way, trial in trials.items():
+                    (line,) = plans[way][0].ask(asker, held, trial, ReadingCost())
+                    lines.append(line | {"format": format, "chat": way[1]})
+            yield (format, fact), lines
+        remove_folder(kept)  # all is asked
+
+    def _read(self, asker: MemoryAsker, haystack: Haystack, kept: Path, name: str) -> ChunkCache:
+        """A haystack's memory; a long one is saved now and then, and a stopped command goes on from there."""
+        cache = asker.model.load_cache(kept, "host") if (kept / NAME).exists() else asker.new_cache(None)
+        end = haystack.shape[0] * haystack.shape[1]
+        for stop in asker.read_on(cache, haystack):
+            self.progress.show(f"{name}: {stop:,} read")
+            if stop >= SAVED and (stop % SAVED == 0 or stop == end):
+                cache.save(kept)
+        return cache
 
     def _plans(self, length: int) -> dict[tuple[str, bool], tuple[Plan, int]]:
         """By format and whether through the chat template: with texts of at most ``length``, the haystack is one."""

@@ -13,6 +13,7 @@ from tests.data.corpora import prose, save_chat_bpe
 from tests.models.tiny import hils
 from trailmark.data.corpus import tokenize
 from trailmark.evaluation.needles.ask import Plan
+from trailmark.models import HiLSForCausalLM
 from trailmark.report.console import Progress
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,6 +31,10 @@ def test_facts_are_asked_once_and_each_with_the_focus_that_is_set(
     hils(**sizes, **windows).float().save_pretrained(folder)
     monkeypatch.setattr(reader, "shipped_reader", lambda of: folder)
     monkeypatch.setattr(reader, "_focus_set", lambda of: 3)
+    # the first piece that is read, and all: of the last haystack it is there when the question is asked again
+    monkeypatch.setattr(reader, "SAVED", 1)
+    monkeypatch.setattr("trailmark.evaluation.needles.askers._PIECES", 1)
+    monkeypatch.setattr("trailmark.evaluation.needles.askers._READ_TOKENS", 400)
     text = tokenize([prose(1, 3000)], tokenizer)
 
     def rows() -> list[dict[str, Any]]:
@@ -39,7 +44,14 @@ def test_facts_are_asked_once_and_each_with_the_focus_that_is_set(
         return found
 
     asked: list[int | None] = []
-    ask = Plan.ask
+    ask, read = Plan.ask, HiLSForCausalLM.read
+    pieces: list[int] = []
+
+    def noted(model: Any, ids: Any, *others: Any, **more: Any) -> Any:
+        pieces.append(ids.shape[1])
+        return read(model, ids, *others, **more)
+
+    monkeypatch.setattr(HiLSForCausalLM, "read", noted)
 
     def counted(plan: Plan, *others: Any) -> Any:
         asked.append(plan.subject.model.config.num_focus_chunks)
@@ -52,7 +64,11 @@ def test_facts_are_asked_once_and_each_with_the_focus_that_is_set(
         rows()
     # in each of two haystacks a sentence, and a fact in other words in two ways: of the last one question was asked
     assert asked == [3] * 5
+    kept, before = [*(tmp_path / "alone").iterdir()], sum(pieces)
+    assert len(kept) == 1
     found = rows()
+    assert sum(pieces) - before < LENGTH / 2  # not the haystack again
+    assert not any((tmp_path / "alone").iterdir())
     assert len(asked) == 5 + 2
     assert [(row["format"], row["chat"]) for row in found] == list(reader.ASKED)
     assert {row["questions"] for row in found} == {FACTS}

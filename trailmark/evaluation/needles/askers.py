@@ -155,19 +155,25 @@ class MemoryAsker:
             return self._read(haystack.holding(needles), cost, progress)
         return planted(self.model, read, haystack, chunks, texts)
 
+    def read_on(self, cache: ChunkCache, haystack: Haystack) -> Iterator[int]:
+        """Read what a memory lacks of a haystack; after each piece, how many tokens it holds."""
+        N, S = haystack.shape
+        # whole pieces of the model's own: a haystack is cut as if it came in one call
+        step = _PIECES * self.model.reading_piece(_READ_TOKENS)
+        for start in range(cache.get_seq_length(), N * S, step):
+            stop, row = min(start + step, N * S), start // S
+            ids = haystack[row : -(-stop // S)].reshape(1, -1)[:, start - row * S : stop - row * S]
+            self.model.read(ids.to(self.model.device), cache)
+            yield stop
+
     @contextmanager
     def _read(self, haystack: Haystack, cost: ReadingCost, progress: Progress) -> Iterator[ChunkCache]:
         with _own_folder(self.memory_folder) as folder:
             cache = self.new_cache(folder)
-            first, (N, S) = not cost.tokens, haystack.shape
-            # whole pieces of the model's own: a haystack is cut as if it came in one call
-            step = _PIECES * self.model.reading_piece(_READ_TOKENS)
+            first, read = not cost.tokens, cost.tokens
             before, began = resident_bytes(), time.perf_counter()
-            for start in range(0, N * S, step):
-                stop, row = min(start + step, N * S), start // S
-                ids = haystack[row : -(-stop // S)].reshape(1, -1)[:, start - row * S : stop - row * S]
-                self.model.read(ids.to(self.model.device), cache)
-                cost.tokens += ids.shape[1]
+            for stop in self.read_on(cache, haystack):
+                cost.tokens = read + stop
                 progress(stop)
             cost.seconds += time.perf_counter() - began
             if first:
