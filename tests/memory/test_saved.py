@@ -585,13 +585,15 @@ def test_a_memory_of_a_million_tokens_loads_at_once(tmp_path: Path, monkeypatch:
     store = DiskStore(path, shape, torch.bfloat16, "cpu", count)
     save(tmp_path, {"landmarks": torch.ones(count, 256, dtype=torch.bfloat16)}, {}, store, count)
     store.close()
-    times, reports = [], []
-    for _ in range(10):  # others may be working here too
-        start = time.perf_counter()
-        memory = load(tmp_path)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.1
+    memory = load(tmp_path)
     assert memory.tensors["landmarks"].eq(1).all()
+    times: dict[Any, list[float]] = {load: [], verify: []}
+    for work in (load, verify) * 5:  # others may be working here too
+        start = time.perf_counter()
+        work(tmp_path)
+        times[work].append(time.perf_counter() - start)
+    assert min(times[load]) < min(times[verify]) / 2  # which reads every byte
+    reports = []
     verify(tmp_path, progress=lambda done, total: reports.append((done, total)))
     total = (256 << 20) + (tmp_path / "state-2.safetensors").stat().st_size
     assert [done for done, _ in reports] == sorted({done for done, _ in reports})
