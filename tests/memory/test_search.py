@@ -47,6 +47,23 @@ def test_exact_search_is_brute_force(B: int, n: int, M: int, at: list[int], shar
 # The index
 
 
+@settings(max_examples=40)
+@given(
+    M=st.integers(0, 60),
+    at=st.lists(st.integers(0, 60), max_size=3),
+    age=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_what_is_new_is_searched_as_among_all(M: int, at: list[int], age: bool, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    query, landmarks = (torch.randn(2, n, 5, dtype=torch.float64, generator=random) for n in (3, M))
+    ends, first = (torch.randint(0, M + 1, (2, 3), generator=random) for _ in range(2))
+    blocks = cut(landmarks, *sorted(min(x, M) for x in at))
+    found = FaissSearch._late(query, blocks, 3, ends, first, 0.5, 0.1 * age)
+    wanted = select_chunks(query, blocks, 3, ends, first, scale=0.5, recency=0.1 * age).indices
+    assert torch.equal(found, wanted)
+
+
 @pytest.fixture(scope="module")
 def faiss() -> Any:
     return pytest.importorskip("faiss")

@@ -136,7 +136,7 @@ class FaissSearch:
             first = torch.full_like(ends[..., 0], indexed)
             if recency:
                 first = torch.minimum(first, (ends[..., 0] - _NEW_CHUNKS).clamp(min=0))
-            late = select_chunks(query, blocks, K, ends[..., 0], first, scale=scale, recency=recency).indices
+            late = self._late(query, blocks, K, ends[..., 0], first, scale, recency)
             near = near.masked_fill(near >= first[..., None], -1)
             chosen = _best(query, blocks, torch.cat([near, late], dim=-1), K, ends[..., 0], scale, recency)
             # a query with few candidates, or whose lists hold few
@@ -149,6 +149,24 @@ class FaissSearch:
                 ).indices
                 chosen[:, columns] = torch.where(short[:, columns], again, chosen[:, columns])
         return select_chunks(*exact, indices=chosen, scale=scale, recency=recency)
+
+    @staticmethod
+    def _late(
+        query: Tensor,
+        blocks: Sequence[Tensor],
+        K: int,
+        ends: Tensor,
+        first: Tensor,
+        scale: float | None,
+        recency: float,
+    ) -> Tensor:
+        """The K best [B, n, K] of chunks ``first ... ends - 1`` [B, n], exactly; none before all of them is scored."""
+        low = int(first.min()) if first.numel() else 0
+        ends, first = (ends - low).clamp(min=0), first - low
+        found = select_chunks(
+            query, _beyond(blocks, low), K, ends, first, scale=scale, recency=recency
+        ).indices
+        return torch.where(found < 0, found, found + low)
 
     def _nearest(self, query: Tensor, K: int, indexed: int) -> Tensor:
         """Up to ``overfetch * K`` of the first ``indexed`` chunks [B, n, F] in any order; -1 for none."""
@@ -250,6 +268,15 @@ def _of_one_text(blocks: Sequence[Tensor]) -> list[Tensor]:
         "FaissSearch indexes one text: read one, then ask on branches of it, or search exactly.",
     )
     return text
+
+
+def _beyond(blocks: Sequence[Tensor], first: int) -> list[Tensor]:
+    """Blocks [B, m, E] without their first chunks, of one table."""
+    rest, begin = [], 0
+    for block in blocks:
+        rest.append(block[:, max(0, first - begin) :])
+        begin += block.shape[1]
+    return rest
 
 
 def _rows(text: Sequence[Tensor], first: int, last: int) -> Tensor:
