@@ -178,17 +178,17 @@ def names_text() -> str:
         "less than without retrieval": between("retrieval"),
         "less with such a chunk than with none": between("name"),
     }
-    found = [known for _, known in _names()]
+    measured = _names()
     rows = [
         row | {"begin": _BEGINS[begin], "seed": known["results"]["seed"]}
-        for begin, known in _names()
+        for begin, known in measured
         for row in known["results"]["rows"]
     ]
     return on_machine(
         "Tokens of the names in references of the held-out chapters (their first "
-        f"{found[0]['results']['length']:,} tokens at most) whose label's chunk may be chosen, with 95% "
+        f"{measured[0][1]['results']['length']:,} tokens at most) whose label's chunk may be chosen, with 95% "
         f"intervals over chapters.\n\n{table(columns, rows)}",
-        *(known["environment"] for known in found),
+        *(known["environment"] for _, known in measured),
     )
 
 
