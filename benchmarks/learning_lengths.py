@@ -8,8 +8,8 @@ Writes benchmarks/learning_lengths.json. The same last tokens of a text are read
 it: by a DRT with the chunks that it chooses and with others in their place, by its base with a window alone, and by
 that base with as many parameters as the DRT (within 5%), in layers more that learned from as many tokens. A text is a
 stretch of one chapter or book, or of modules one after another, for few are so long. Of each model the seeds are
-measured that were trained. "rates": what the layers and the DRT whose additions learn give at other learning rates, on
-more texts, which are as long as those of the training. Stopped, the same command goes on.
+measured that were trained. "rates": what the layers and the DRT whose additions learn give at other learning rates,
+each seed by itself, on more texts, which are as long as those of the training. Stopped, the same command goes on.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ OUTPUT = Path(__file__).with_suffix(".json")
 FACTORS = (1, 4, 16)  # of the training length
 COUNTED = LENGTH - UNSEEN  # last tokens of a text, the same at every length
 ADDED = (21, 26, 31)  # layers of the deeper model that its base has not: among those that read in the DRT
-RATES = (0.0005, 0.001, 0.002)
+RATES = (0.0005, 0.001, 0.002, 0.004)
 """Of the layers that are added. Only the part "rates" uses more than the first."""
+DRT_RATES = (WAYS["additions"].rate, 0.0005)
+"""Of a DRT's additions, likewise."""
 
 
 def deepened(folder: Path, seed: int, rate: float | None = None) -> Path:
@@ -185,9 +187,8 @@ class Compared(NamedTuple):
     """A model that is read, and who chooses in its place beside itself."""
 
     folder: Callable[..., Path]
-    """By the folder of all, the seed and, of a model with ``rates``, one of them."""
+    """By the folder of all, the seed and, where several were tried, the learning rate."""
     rules: tuple[str, ...] = ()
-    rates: tuple[float, ...] = ()
 
     def trained(self, folder: Path, seeds: Sequence[int]) -> dict[Path, int]:
         """The models of those seeds that were trained, and their seeds; one, where no seed has a part in it."""
@@ -206,9 +207,9 @@ def _additions(folder: Path, seed: int, rate: float | None = None) -> Path:
 
 COMPARED = {
     "window": Compared(lambda folder, seed: converted(folder, "sliding_window", *window_fields(WINDOW))),
-    "window and layers": Compared(deepened, rates=RATES),
+    "window and layers": Compared(deepened),
     "retriever": Compared(lambda folder, seed: trained("slowly", seed, folder), ("random", "BM25")),
-    "additions": Compared(_additions, ("random",), (WAYS["additions"].rate, 0.0005)),
+    "additions": Compared(_additions, ("random",)),
 }
 FULL = "full attention"
 
@@ -265,32 +266,32 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def rates(options: argparse.Namespace) -> None:
-    """The layers and the DRT at their learning rates, with the first seed, on texts of the training length."""
-    seed, rows, layers = options.seeds[0], [], "window and layers"
-    searched = {name: compared for name, compared in COMPARED.items() if compared.rates}
-    for of in searched.values():
-        of.trained(options.folder, [seed])  # before hours of training: those of the first rates are there
-    _deepen(options, [seed], RATES[1:])
-    for rate in searched["additions"].rates[1:]:
-        learn("additions", seed, *options.set, folder=options.folder, rate=rate)
+    """The layers and the DRT at their learning rates, each seed by itself, on texts of the training length."""
+    layers, drt = "window and layers", "additions"
+    tried = {layers: options.layer_rates, drt: options.drt_rates}
+    _deepen(options, options.seeds, options.layer_rates)
+    for seed, rate in product(options.seeds, options.drt_rates):
+        learn(drt, seed, *options.set, folder=options.folder, rate=rate)
     measured = Measured(options.folder, LENGTH, options.short_texts)
-    for kind in measured.stretches:
-        nats = {  # of each text
-            (name, rate): measured.of(
-                kind, LENGTH, f"{name} at {rate}", of.folder(options.folder, seed, rate)
-            )[:, 0]
-            for name, of in searched.items()
-            for rate in of.rates
-        }
-        for (name, rate), own in nats.items():
-            row = {"kind": kind, "case": name, "rate": rate, "texts": len(own), "nats": float(own.mean())}
-            if rate != (first := searched[name].rates[0]):
-                row |= interval("below its first rate", nats[name, first] - own)
-            if name != layers:
-                for other in RATES:
-                    row |= interval(f"below {layers} at {other:.0e}", nats[layers, other] - own)
-            rows.append(row)
-    keep(options.output, "rates", {"seed": seed, "length": LENGTH, "rows": rows})
+    for seed in options.seeds:
+        rows = []
+        for kind in measured.stretches:
+            nats = {  # of each text
+                (name, rate): measured.of(
+                    kind, LENGTH, f"{name} at {rate}", COMPARED[name].folder(options.folder, seed, rate)
+                )[:, 0]
+                for name, of_name in tried.items()
+                for rate in of_name
+            }
+            for (name, rate), own in nats.items():
+                row = {"kind": kind, "case": name, "rate": rate, "texts": len(own), "nats": float(own.mean())}
+                if rate != (first := tried[name][0]):
+                    row |= interval("below its first rate", nats[name, first] - own)
+                if name == drt:
+                    for other in options.layer_rates:
+                        row |= interval(f"below {layers} at {other:.0e}", nats[layers, other] - own)
+                rows.append(row)
+        keep(options.output, f"rates, seed {seed}", {"seed": seed, "length": LENGTH, "rows": rows})
 
 
 def _row(kind: str, length: int, case: str, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,6 +326,10 @@ def main() -> None:
         default=(24, 12, 6),
         help="the same of the training length, in the part rates",
     )
+    for name, usual in (("layer", RATES), ("drt", DRT_RATES)):
+        parser.add_argument(
+            f"--{name}-rates", type=float, nargs="+", default=usual, help="learning rates, in the part rates"
+        )
     parser.add_argument("--set", nargs="*", default=[], help="keys of the training, as key=value")
     options = parser.parse_args()
     start_again_set_up()  # as `trailmark train` does

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pretrained_references import RULES
@@ -287,24 +287,29 @@ def lengths_text() -> str:
     )
 
 
+def _rates() -> list[Row]:
+    """What was found at other learning rates, of each seed."""
+    return [
+        known["results"] for name, known in record("learning_lengths").items() if name.startswith("rates")
+    ]
+
+
 def _rates_text() -> str:
     """What the layers and the DRT give at other learning rates."""
-    known = record("learning_lengths").get("rates")
-    if known is None:
-        return ""
-    found = known["results"]
-    layers = [row["rate"] for row in found["rows"] if row["case"] == "window and layers"]
-    columns: Columns = {
-        "text": "{kind}", "texts": "{texts}", "model": lambda row: _MODELS[row["case"]], "rate": "{rate}",
-        "nats": "{nats:.3f}", "below its first rate": between("below its first rate"),
-    }  # fmt: skip
-    columns |= {
-        f"below layers at {x}": between(f"below window and layers at {x:.0e}") for x in dict.fromkeys(layers)
-    }
-    return (
-        f"\n\nThe layers and the DRT at other learning rates, seed {found['seed']}, after {found['length']:,} tokens:"
-        f"\n\n{table(columns, found['rows'])}"
-    )
+    blocks = []
+    for found in _rates():
+        layers = [row["rate"] for row in found["rows"] if row["case"] == "window and layers"]
+        columns: Columns = {
+            "text": "{kind}", "texts": "{texts}", "model": lambda row: _MODELS[row["case"]], "rate": "{rate}",
+            "nats": "{nats:.3f}", "below its first rate": between("below its first rate"),
+        }  # fmt: skip
+        columns |= {
+            f"below layers at {x}": between(f"below window and layers at {x:.0e}")
+            for x in dict.fromkeys(layers)
+        }
+        said = f"The layers and the DRT at other learning rates, seed {found['seed']}, after"
+        blocks.append(f"\n\n{said} {found['length']:,} tokens:\n\n{table(columns, found['rows'])}")
+    return "".join(blocks)
 
 
 def diagnosis_text() -> str:
@@ -346,18 +351,23 @@ def _less(case: Row) -> str:
 def summary_text() -> str:
     """What the README says of it."""
     columns: Columns = {
-        "held-out text": "{what}",
-        **{kind: f"{{{kind}}}" for kind in ("LaTeX", "Python", "books")},
+        "what learns": "{learns}",
+        "is better by": "{gain}",
+        "than": "{than}",
+        **{f"on {kind}": f"{{{kind}}}" for kind in ("LaTeX", "Python", "books")},
         "seeds": "{seeds}",
     }
     return (
         "**Real text**: in SmolLM2-135M, its memory fitted to its own layers first, the language-modelling loss alone "
         "teaches which chunks to read on LaTeX; on Python its choice is no better than before. Whether a memory gives "
         "more than layers in its place is open, and a small model trained from nothing on text hardly learns to "
-        "retrieve. With 95% intervals over texts "
+        "retrieve. Held-out texts, with 95% intervals over them, of each seed or of the mean of all "
         "([docs/learning-to-retrieve.md](docs/learning-to-retrieve.md)):\n\n"
         f"{table(columns, [*_of_choices(), *_beside_layers(), _of_names()])}"
     )
+
+
+_RETRIEVER, _ADDITIONS = "its retriever", "all that a DRT adds"
 
 
 def _of_choices() -> Iterator[Row]:
@@ -367,38 +377,52 @@ def _of_choices() -> Iterator[Row]:
     found, seeds = known["results"], len(known["results"]["weights"])
     for chunks, than in (("random", "random chunks"), ("before", "its choice before")):
         together = [row for row in found["rows"] if row["seed"] is None and row["chunks"] == chunks]
-        what = f"the retriever learns: share of what a window loses that comes back, above {than}"
-        yield {"what": what, "seeds": seeds} | {row["kind"]: _more(row) for row in together}
+        told = {"learns": _RETRIEVER, "gain": "share of what a window loses that comes back", "than": than}
+        yield told | {"seeds": seeds} | {row["kind"]: _more(row) for row in together}
     chosen = scores[begin]["results"]
     (label,) = (x for x in chosen["label"] if x["rule"] == "learned above BM25" and _candidates(x) == "all")
-    what = (
-        f"the retriever learns: share of {label['references']} cited labels whose chunk is read, above BM25's"
-    )
-    seeds = sum(one["scores"].startswith("learned, seed") for one in chosen["parts"])
-    yield {"what": what, "seeds": seeds, "LaTeX": "{share:.3f} ({low:.3f} to {high:.3f})".format(**label)}
+    yield {
+        "learns": _RETRIEVER,
+        "gain": f"share of {label['references']} cited labels whose chunk is read",
+        "than": "BM25",
+        "seeds": sum(one["scores"].startswith("learned, seed") for one in chosen["parts"]),
+        "LaTeX": "{share:.3f} ({low:.3f} to {high:.3f})".format(**label),
+    }
 
 
 def _beside_layers() -> Iterator[Row]:
     """A memory beside as many parameters in layers, at the length of the training."""
     known = record("learning_lengths")
-    found, searched = known["lengths"]["results"], known["rates"]["results"]
+    found = known["lengths"]["results"]
     by_hand = [row for row in found["rows"] if row["case"] == "additions" and "length" in row]
     shortest = min(row["length"] for row in by_hand)
     seeds = {*found["models"]["additions"]["seeds"]} & {*found["models"]["window and layers"]["seeds"]}
-    what = "all that a DRT adds learns: nats a token below its base with as many parameters in layers"
-    yield {"what": f"{what}, at rates set by hand", "seeds": len(seeds)} | {
-        row["kind"]: between("below window and layers").format(**row)
-        for row in by_hand
-        if row["length"] == shortest
+    told = {"learns": _ADDITIONS, "gain": "nats a token"}
+    than = "its base with as many parameters in layers"
+    yield (
+        told
+        | {"than": f"{than}, rates set by hand", "seeds": len(seeds)}
+        | {
+            row["kind"]: between("below window and layers").format(**row)
+            for row in by_hand
+            if row["length"] == shortest
+        }
+    )
+    at_best = [_at_best_rates(searched["rows"]) for searched in _rates()]
+    yield told | {
+        "than": "the same, each at its best rate of those tried, picked on these texts",
+        "seeds": len(at_best),
+        **{kind: ", ".join(of_seed[kind] for of_seed in at_best) for kind in at_best[0]},
     }
-    best = {(row["kind"], row["case"]): row for row in sorted(searched["rows"], key=lambda row: -row["nats"])}
-    layers = {kind: row["rate"] for (kind, case), row in best.items() if case == "window and layers"}
-    yield {
-        "what": "the same, each side at its best rate of those tried, picked on these texts",
-        "seeds": 1,
-    } | {
-        kind: between(f"below window and layers at {rate:.0e}").format(**best[kind, "additions"])
-        for kind, rate in layers.items()
+
+
+def _at_best_rates(rows: Sequence[Row]) -> dict[str, str]:
+    """By kind of text, how far a seed's DRT lies below the layers, each at its rate of the lowest loss."""
+    best = {(row["kind"], row["case"]): row for row in sorted(rows, key=lambda row: -row["nats"])}
+    return {
+        kind: between(f"below window and layers at {row['rate']:.0e}").format(**best[kind, "additions"])
+        for (kind, case), row in best.items()
+        if case == "window and layers"
     }
 
 
@@ -408,9 +432,10 @@ def _of_names() -> Row:
     read = [next(row for row in rows if row["read"] == "the label's") for rows in by_seed]
     names = [sum(row["names"] for row in rows) for rows in by_seed]
     counts = " and ".join(f"{own['names']} of {number}" for own, number in zip(read, names, strict=True))
-    what = (
-        f"all that a DRT adds learns, where it reads the chunk of a cited label ({counts} names): nats a "
-        "token of the name below those with other chunks"
-    )
-    latex = ", ".join(between("name").format(**row) for row in read)
-    return {"what": what, "seeds": len(read), "LaTeX": latex}
+    return {
+        "learns": _ADDITIONS,
+        "gain": f"nats a token of a cited label's name, where a chunk with it is read ({counts} names)",
+        "than": "the next best chunks in their place",
+        "seeds": len(read),
+        "LaTeX": ", ".join(between("name").format(**row) for row in read),
+    }

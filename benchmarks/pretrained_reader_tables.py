@@ -24,36 +24,37 @@ def summary() -> str:
     shortest = min(row["tokens"] for row in asked)
     right = {(x["wording"], x["quoted"]): x["correct"] for x in asked if x["tokens"] == shortest}
     found = {(x["wording"], x["quoted"]): x["found"] for x in asked if x["tokens"] == shortest}
-    count, others = asked[0]["questions"], _WORDINGS[1]
+    count, (own, others) = asked[0]["questions"], _WORDINGS
     untrained = record("pretrained_hils")["losses"]["results"]
     rows = untrained["rows"]
     (row,) = (x for x in rows if (x["kind"], x["length"], x["chunks"]) == ("LaTeX", 4096, rows[0]["chunks"]))
     chat = {x["model"]: _right(x) for x in reader["rows"] if x["chat"]}
     by_length = _by_length(reader, parts["long"]["rows"])
     return (
-        f"By `--to hils` alone, where every layer and token chooses {row['chunks']} chunks of "
-        f"{untrained['chunk_size']} tokens, untrained SmolLM2-135M gives back "
-        f"{between('closed', '.2f').format(**row)} of what a window of {untrained['window']} loses to full "
-        f"attention on LaTeX at {row['length']:,} tokens ({row['texts']} held-out texts). With `--far-layers 7 "
-        "reading=windows` it reads a long text at one speed, and `trailmark chat` puts what a question looks at before "
-        f"it: asked, **untrained**, in the words of the text for facts of any kind in a book, it answers {answered} "
-        f"(in {shortest:,} tokens {right[_WORDINGS[0], _BM25]} with what BM25 finds, {right[_WORDINGS[0], 'none']} "
-        f"without). Of the same facts asked for *in other words* its look finds {found[others, _FOCUS]} of {count} "
-        f"there, BM25 {found[others, _BM25]} and an encoder of sentences {found[others, _MINILM]}; it answers "
-        f"{right[others, _FOCUS]}, without passages "
-        f"{right[others, 'none']}, and {right[others, _OWN]} where the right one is put there "
-        "([how](docs/convert.md#passages-before-a-question)).\n\n"
-        "A sentence with a number hides in a book and is to be completed, or was told *in other words* than those of "
-        "its training and is asked for in a line or through the chat template, all without such passages; right "
-        f"answers, by the book's length:\n\n{by_length}\n\n"
-        f"*Taught*: its base, for {reader['trained_seconds'] / 60:.0f} minutes of a core on texts of "
-        f"{reader['trained_length']:,} tokens ([its additions](models/smollm2-135m-reader/README.md)). *Focus*, "
-        "which `reading=windows` sets and the columns before are without: question and answer keep to at most "
-        f"{focus['set']} chunks that the question looks at with the sharpest attention, and those beside them; these "
-        "questions are others. "
-        "Asked through the chat template, in 4,096 tokens and without a focus, the untaught one answers "
-        f"{chat['as converted']}, the taught one {chat['taught']}. How it is done: "
-        "[docs/convert.md](docs/convert.md); all numbers: [docs/pretrained.md](docs/pretrained.md)."
+        "What to expect of SmolLM2-135M ([how it is done](docs/convert.md), [all numbers](docs/pretrained.md)):\n\n"
+        "- **Untrained**, converted by `--to hils` alone, it gives back "
+        f"{between('closed', '.2f').format(**row)} of what a window of {untrained['window']} loses to full attention "
+        f"({row['texts']} held-out texts of LaTeX, {row['length']:,} tokens). Every layer and token chooses "
+        f"{row['chunks']} chunks of {untrained['chunk_size']} tokens there.\n"
+        "- **Questions in the book's own words** need no training either. With `--far-layers 7 reading=windows` it "
+        "reads a long text at one speed, and `trailmark chat` puts the passages that a question looks at before it. "
+        f"Facts of any kind are answered so: {answered} (in {shortest:,} tokens {right[own, _BM25]} with the passages "
+        f"that BM25 finds, and {right[own, 'none']} without any).\n"
+        f"- **Questions in other words** fail. Of the same {count} facts, in {shortest:,} tokens, the look finds "
+        f"{found[others, _FOCUS]}, BM25 {found[others, _BM25]} and an encoder of sentences {found[others, _MINILM]}; "
+        f"{right[others, _FOCUS]} are answered, {right[others, 'none']} without passages, and "
+        f"{right[others, _OWN]} where the right passage is put there "
+        "([how](docs/convert.md#passages-before-a-question)).\n"
+        "- **A number told once** is answered without such passages by a base that was taught for "
+        f"{reader['trained_seconds'] / 60:.0f} minutes of a core, on texts of {reader['trained_length']:,} tokens "
+        "([its additions](models/smollm2-135m-reader/README.md)). Right answers, by the book's length:\n\n"
+        f"{by_length}\n\n"
+        "The sentence that tells the number begins again and is to be completed; in the last two columns it was told "
+        "in other words than those of the training, and is asked for. With a *focus*, as `reading=windows` sets it and "
+        f"the last three columns have it, question and answer keep to at most {focus['set']} chunks that the question "
+        "looks at with the sharpest attention, and those beside them; these questions are others than those without. "
+        f"Through the chat template, in {reader['trained_length']:,} tokens and without a focus, the untaught model "
+        f"answers {chat['as converted']}, the taught one {chat['taught']}."
     )
 
 
@@ -92,9 +93,9 @@ def _right(row: Row) -> str:
 
 
 _FOCUSED = {
-    ("sentences", False): "taught, focus",
-    ("paraphrases", False): "in other words",
-    ("paraphrases", True): "and by the chat template",
+    ("sentences", False): "taught, with a focus",
+    ("paraphrases", False): "asked in other words",
+    ("paraphrases", True): "asked so in a chat",
 }
 
 
