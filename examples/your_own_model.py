@@ -5,12 +5,14 @@ python examples/your_own_model.py
 
 # Configurations check types, so this file does without ``from __future__ import annotations``.
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trailmark.models import DRTConfig, DRTForCausalLM, register
+from trailmark.models.answers import CardFacts
 from trailmark.models.configuration import checked
 from trailmark.models.drt.model import DRTLayer
 
@@ -44,11 +46,17 @@ class GatedLayer(DRTLayer):
 class GatedForCausalLM(DRTForCausalLM):
     config_class = GatedConfig
     config: GatedConfig
+    _no_split_modules = ["WindowLayer", "ChunkEncoderLayer", "GatedLayer"]  # whole on one device, with FSDP2
 
     def __init__(self, config: GatedConfig) -> None:
         super().__init__(config)
         self.upper_layers = nn.ModuleList(GatedLayer(config) for _ in range(config.num_upper_layers))
         self.post_init()
+
+    @classmethod
+    def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
+        """What the model's card says of it."""
+        return CardFacts("Gated Transformer", "It reads through a gate.")
 
 
 register(GatedConfig, GatedForCausalLM)

@@ -1,78 +1,30 @@
 """A new architecture goes through every command without a line of the package changed."""
 
-# No ``from __future__ import annotations`` here: configurations check types, not strings.
+from __future__ import annotations
 
+import inspect
 import io
 import json
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples import your_own_model
+from examples.your_own_model import GatedConfig, GatedForCausalLM
 from tests.commands import commands
 from tests.training.tiny import MODELS as TINY
 from tests.training.tiny import prose
 from trailmark.evaluation.suite import suites
 from trailmark.files import read_json
 from trailmark.models import DRTConfig, DRTForCausalLM, register
-from trailmark.models.answers import CardFacts
-from trailmark.models.configuration import checked
-from trailmark.models.drt.model import DRTLayer
 from trailmark.training.checkpoints import step_folder
-
-# --- the architecture: a DRT whose upper layers read beside the MLP, through a gate ------------------------------
-
-
-@checked
-class GatedConfig(DRTConfig):
-    """``first_gate``: what each channel of the gate is at first."""
-
-    model_type = "trailmark_gated"
-
-    first_gate: float | int = 0.5
-
-
-class GatedLayer(DRTLayer):
-    """h = x + window(norm x); y = h + MLP(norm h) + gate * GCA(norm h): what is read goes beside the MLP."""
-
-    def __init__(self, config: GatedConfig) -> None:
-        super().__init__(config)
-        self.gate = nn.Parameter(torch.full((config.hidden_size,), float(config.first_gate)))
-
-    def forward(self, x: Tensor, place: Any, kept: Any = None, *reading: Any) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), place, kept)
-        beside = self.gate * self.read(x, *reading) if reading else 0
-        return x + self.mlp(self.mlp_norm(x)) + beside
-
-
-class GatedForCausalLM(DRTForCausalLM):
-    """The model; what it does not say is as with a DRT."""
-
-    config_class = GatedConfig
-    config: GatedConfig
-    _no_split_modules = ["WindowLayer", "ChunkEncoderLayer", "GatedLayer"]
-
-    def __init__(self, config: GatedConfig) -> None:
-        super().__init__(config)
-        self.upper_layers = nn.ModuleList(GatedLayer(config) for _ in range(config.num_upper_layers))
-        self.post_init()
-
-    @classmethod
-    def card_facts(cls, config: Mapping[str, Any]) -> CardFacts:
-        return CardFacts("Gated Transformer", "It reads through a gate.")
-
-
-register(GatedConfig, GatedForCausalLM)
-
-# --- the commands ------------------------------------------------------------------------------------------------
 
 Command = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.usefixtures("no_restart")
@@ -89,7 +41,7 @@ TABLE = f"--context-length 80 --chunk-size 20 --count 2 --window {TINY['drt']['s
 
 
 def test_an_architecture_takes_at_most_100_lines() -> None:
-    architecture = Path(__file__).read_text().split("# --- ")[1]
+    architecture, _ = inspect.getsource(your_own_model).split("if __name__")
     assert "register(GatedConfig, GatedForCausalLM)" in architecture
     assert len(architecture.splitlines()) <= 100
 
@@ -187,7 +139,7 @@ def test_a_name_that_is_taken_is_refused() -> None:
         """Another model of the same configuration."""
 
     with pytest.raises(
-        ValueError, match="config_class: expected a model_type that is not taken, got 'trailmark_gated'"
+        ValueError, match="config_class: expected a model_type that is not taken, got 'gated'"
     ):
         register(GatedConfig, Other)
     with pytest.raises(ValueError, match="model_class: expected one whose config_class is DRTConfig"):
