@@ -8,6 +8,7 @@ Started again after a stop, it goes on. The same by command: docs/training.md.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from trailmark.data.prepare import prepare
@@ -37,7 +38,7 @@ def main() -> None:
 
     config = load_run_config(
         CONFIG,
-        [f"data.paths=[{shards}]", f"output={arguments.output}", f"training.steps={arguments.steps}"],
+        [f"data.paths={json.dumps([str(shards)])}", f"output={arguments.output}", f"training.steps={arguments.steps}"],
     )
 
     def show(run: Run) -> None:

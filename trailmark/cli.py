@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
 import time
 import warnings
@@ -427,6 +428,9 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(message, 1)
 
 
+_NO_MEMORY = re.compile("can't allocate memory|out of memory")  # torch's words, on a CPU and on a GPU
+
+
 def _explain(error: Exception, resumes: bool) -> str | None:
     """One line for what a user can mend; None for what is our own mistake.
 
@@ -434,7 +438,7 @@ def _explain(error: Exception, resumes: bool) -> str | None:
     """
     if isinstance(error, ValueError):
         return str(error)
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
         return f"memory: this machine has too little for that ({error}). Choose smaller sizes, or fewer at a time."
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""

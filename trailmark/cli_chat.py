@@ -171,7 +171,13 @@ def _questions() -> Iterator[str]:
     if sys.stdin is None:
         raise ValueError("chat: expected a terminal, or questions in standard input, which is closed.")
     if not sys.stdin.isatty():
-        yield from (line.strip() for line in sys.stdin if line.strip())
+        try:
+            yield from (line.strip() for line in sys.stdin if line.strip())
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                "question: expected UTF-8 text in standard input, got something else. Convert it: iconv -f ENCODING -t "
+                "UTF-8"
+            ) from error
         return
     while True:
         try:
@@ -213,15 +219,20 @@ def _described(read: ReadChunk) -> str:
 
 def _place(passage: Passage) -> str:
     first, stop = passage.tokens
-    where = f"{passage.path.name}, tokens {first:,} to {stop - 1:,}"
+    where = f"{_printable(passage.path.name)}, tokens {first:,} to {stop - 1:,}"
     if passage.bytes is not None:
         where += f", bytes {passage.bytes[0]:,} to {passage.bytes[1] - 1:,}"
     return where if passage.text is None else f"{where}: {_beginning(passage.text)}"
 
 
+def _printable(text: str) -> str:
+    """With nothing that a terminal obeys."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
 def _beginning(text: str) -> str:
     """On one line, with nothing that a terminal obeys; of a longer text the first words."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    line = " ".join(_printable(text).split())
     if len(line) <= _CHARACTERS:
         return f'"{line}"'
     return f'"{line[:_CHARACTERS].rsplit(" ", 1)[0]} ..."'

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from tests.server.conftest import Server, serving
 from trailmark.evaluation.chat import Conversation
 from trailmark.evaluation.generation import Sampling
 from trailmark.evaluation.subject import load
+from trailmark.server.client import RemoteConversation
 from trailmark.server.running import listen
 
 Command = Callable[..., tuple[int, str, str]]
@@ -124,6 +127,30 @@ def test_a_template_is_given_its_option(
     lines("Where?\n")
     told = refused("chat", "chat", "--url", live.url, "--template", "think=false")
     assert "chat_template_kwargs: expected enable_thinking, as the" in told
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_half_an_answer_is_not_taken_for_a_whole_one(chunked: bool) -> None:
+    event = b'data: {"choices": [{"delta": {"content": "The keeper is"}}]}\n\n'
+    head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+    if chunked:
+        head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        event = b"%x\r\n%b\r\n" % (len(event), event)
+    with socket.create_server(("127.0.0.1", 0)) as there:
+
+        def serve() -> None:
+            with there.accept()[0] as connection:
+                connection.recv(1 << 16)
+                connection.sendall(head + event)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        talk = RemoteConversation(
+            f"http://127.0.0.1:{there.getsockname()[1]}/caf\u00e9", "m", None, Sampling(8)
+        )
+        with pytest.raises(ValueError, match="the server ended before its answer did"):
+            "".join(talk.ask("Who?"))
+        thread.join()
 
 
 def test_a_conversation_goes_on(live: Server, command: Command, lines: Callable[[str], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from trailmark.evaluation.generation import Sampling
 from trailmark.evaluation.subject import load
 from trailmark.memory import ChunkCache
 from trailmark.models import HiLSForCausalLM
+from trailmark.trace.passages import Passages
 
 ASKED = [{"role": "user", "content": "Where is the river?"}]
 
@@ -57,6 +59,64 @@ def test_a_completion_is_what_the_model_writes(live: Server, models: dict[str, P
     for own, top in zip(logs.token_logprobs, logs.top_logprobs, strict=True):
         assert own == pytest.approx(max(top.values()))
         assert len(top) == 3
+
+
+def test_tokens_of_a_completion_have_their_places_streamed_or_not(live: Server) -> None:
+    ask: dict[str, Any] = {
+        "model": "bytes",
+        "prompt": ["x", "The"],
+        "max_tokens": 9,
+        "seed": 1,
+        "logprobs": 0,
+    }
+    whole = {choice.index: choice for choice in live.openai.completions.create(**ask).choices}
+    offsets: dict[int, list[int]] = {0: [], 1: []}
+    for event in live.openai.completions.create(**ask, stream=True):
+        offsets[event.choices[0].index] += event.choices[0].logprobs.text_offset
+    for number, choice in whole.items():
+        assert choice.logprobs is not None
+        assert offsets[number] == choice.logprobs.text_offset
+        named = choice.logprobs.tokens
+        assert offsets[number][0] == 0
+        for name, offset, after in zip(named, offsets[number], offsets[number][1:], strict=False):
+            assert after - offset == len(name) or name.startswith("bytes:")
+
+
+def test_answers_of_several_prompts_are_draws_of_their_own(live: Server) -> None:
+    ask: dict[str, Any] = {"model": "bytes", "max_tokens": 12, "temperature": 1.5, "seed": 5}
+    answers = live.openai.completions.create(prompt=["The", "The"], n=2, **ask).choices
+    assert len({choice.text for choice in answers}) == 4
+    assert answers[0].text == live.openai.completions.create(prompt="The", **ask).choices[0].text
+
+
+def test_fewer_tokens_than_usual_may_be_the_most(models: dict[str, Path]) -> None:
+    with serving({"bytes": models["bytes"]}, limits={"new_tokens": 3}) as made:
+        out = made.openai.completions.create(model="bytes", prompt="The")
+        assert out.usage is not None
+        assert out.usage.completion_tokens <= 3
+
+
+def test_a_look_for_passages_has_the_requests_time_and_its_turn(
+    models: dict[str, Path], tmp_path: Path, book: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking, most, go_on, joined = 0, 0, threading.Event(), Passages.joined
+
+    def slowly(self: Passages, chunks: list[int]) -> Any:
+        nonlocal looking, most
+        looking += 1
+        most = max(most, looking)
+        go_on.wait(60)
+        looking -= 1
+        return joined(self, chunks)
+
+    monkeypatch.setattr(Passages, "joined", slowly)
+    with serving({"focus": models["focus"]}, tmp_path / "memories", limits={"seconds": 0.7}) as made:
+        made.append("book", "book.txt", book)
+        body = {"model": "focus", "memory": "book", "messages": ASKED, "max_tokens": 2}
+        for _ in range(2):
+            assert made.http.post("/v1/chat/completions", json=body).status_code == 503
+        go_on.set()
+    assert most == 1
 
 
 def test_what_is_streamed_is_the_whole_answer(live: Server) -> None:

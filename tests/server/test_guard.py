@@ -48,7 +48,8 @@ def test_without_its_key_nothing_is_told(models: dict[str, Path], tmp_path: Path
 
 
 def test_pages_of_other_sites_reach_nothing_on_loopback(live: Server) -> None:
-    for headers in ({"Origin": "https://example.org"}, {"Origin": "null"}, {"Host": "example.org"}):
+    elsewhere = [{"Origin": "https://example.org"}, {"Origin": "null"}, {"Host": "example.org"}]
+    for headers in (*elsewhere, {"Host": "[::1"}, {"Origin": "http://["}):
         assert live.http.get("/v1/models", headers=headers).status_code == 403
     for headers in ({"Origin": "http://localhost:3000"}, {"Host": "localhost:8000"}, {"Host": "[::1]:80"}):
         assert live.http.get("/v1/models", headers=headers).status_code == 200

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -256,6 +259,55 @@ def test_another_folder_of_texts_is_no_memorys_own(
         made.append("book", "b.txt", prose(2, 100))
     notes = load(models["bytes"]).model.load_cache(folder).notes["sources"]
     assert [source["path"] for source in notes][:2] == [str(theirs), str(folder / "texts" / "a.txt")]
+
+
+def test_files_that_a_memory_does_not_know_stay(
+    models: dict[str, Path], tmp_path: Path, book: str, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    folder = tmp_path / "memories" / "book"
+    texts = folder / "texts"
+    (texts / "notes").mkdir(parents=True)
+    (texts / "a.txt").write_text("A text that is read.\n")
+    assert command("read", models["bytes"], texts / "a.txt", "--memory", folder)[0] == 0
+    (texts / "draft.txt").write_text("A text of mine that is not read yet.\n")
+    (texts / ".part-of-a-killed-server").write_text("What came in")
+    with serving({"bytes": models["bytes"]}, folder.parent) as made:
+        made.append("book", "b.txt", book)
+        answered = made.http.put("/v1/memories/book/texts/draft.txt", content=b"Another text.\n")
+        assert answered.status_code == 409
+    assert sorted(path.name for path in texts.iterdir()) == ["a.txt", "b.txt", "draft.txt", "notes"]
+
+
+def test_a_text_that_comes_in_is_no_other_servers_to_remove(
+    models: dict[str, Path], tmp_path: Path, book: str
+) -> None:
+    came, go_on = threading.Event(), threading.Event()
+
+    def slowly() -> Iterator[bytes]:
+        yield b"The first part of a text. "
+        came.set()
+        assert go_on.wait(60)
+        yield b"Its end.\n"
+
+    only = {"bytes": models["bytes"]}
+    with serving(only, tmp_path / "memories") as first, serving(only, tmp_path / "memories") as second:
+        first.http.post("/v1/memories", json={"name": "book"})
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(first.http.put, "/v1/memories/book/texts/a.txt", content=slowly())
+            assert came.wait(60)
+            second.append("book", "b.txt", book)
+            go_on.set()
+            assert sent.result().status_code == 200, sent.result().text
+        documents = second.http.get("/v1/memories/book").json()["documents"]
+    assert [entry["document"] for entry in documents] == ["b.txt", "a.txt"]
+
+
+def test_what_cannot_be_removed_is_said(live: Server, book: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    live.append("mounted", "book.txt", book)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rename", Mock(side_effect=OSError(errno.EBUSY, "Device or resource busy")))
+        assert live.http.delete("/v1/memories/mounted").status_code == 500
+    assert live.http.get("/v1/memories/mounted").status_code == 200
 
 
 def test_a_deleted_memory_is_gone_with_its_texts(live: Server, folder: Path, book: str) -> None:

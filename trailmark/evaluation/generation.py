@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
@@ -15,15 +16,16 @@ from transformers import (
     GenerationConfig,
     StoppingCriteria,
     StoppingCriteriaList,
-    TextIteratorStreamer,
     set_seed,
 )
+from transformers.generation import BaseStreamer
 
 from trailmark.data.corpus import tokenize
 from trailmark.evaluation.subject import Subject, generating_by
 from trailmark.memory import ChunkCache
 from trailmark.models.generation import expect_temperature
 from trailmark.trace.texts import file_tokens
+from trailmark.trace.token_texts import START, silent_ids, texts_of
 
 
 def stream(
@@ -61,20 +63,17 @@ def stream(
         ids = np.concatenate([np.asarray(begin, ids.dtype), ids])
     last = torch.from_numpy(ids).long()[None].to(model.device)
     if file is not None:
+        # of a file that is gone on with, what the window shows is prompt, where that is predicted otherwise than read
+        own = 1 if model.reads_as_it_predicts else model.config.sliding_window
         for tokens in file_tokens(file, tokenizer, begin):
             piece = torch.from_numpy(tokens).long()[None].to(model.device)
             if prompt is not None:
                 model.read(piece, cache)
                 continue
-            if last.shape[1]:
-                model.read(last, cache)
-            last = piece
-    if prompt is None and not model.reads_as_it_predicts:
-        # of a file that is gone on with, what the window shows is prompt, the rest text
-        end = last.shape[1] - model.config.sliding_window
-        if end > 0:
-            model.read(last[:, :end], cache)
-            last = last[:, end:]
+            last = torch.cat([last, piece], dim=1)
+            if last.shape[1] > own:
+                model.read(last[:, :-own], cache)
+                last = last[:, -own:]
     if prompt is not None:
         model.focus(last, cache)
     yield from pieces(model, tokenizer, last, cache, sampling)
@@ -137,7 +136,7 @@ def pieces(
     """
     set_seed(sampling.seed)
     tokens: list[int] = [] if written is None else written
-    streamer = _Streamer(tokenizer, tokens)
+    streamer = _Streamer(tokenizer, int(model.config.vocab_size), tokens)
     failure: list[BaseException] = []
     stopped, ended = Event(), Event()
     # what else its generation_config says (a penalty, top_k, beams) is none of what the sampling says
@@ -193,18 +192,33 @@ def _wait_for(ended: Event) -> None:
         raise again
 
 
-class _Streamer(TextIteratorStreamer):
-    """Keeps the tokens too."""
+class _Streamer(BaseStreamer):
+    """Gives the text of tokens as soon as it is known, without what no text shows, and keeps the tokens."""
 
-    def __init__(self, tokenizer: Any, tokens: list[int]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    def __init__(self, tokenizer: Any, vocab_size: int, tokens: list[int]) -> None:
+        self._texts, self._state, self._silent = texts_of(tokenizer), START, silent_ids(tokenizer, vocab_size)
         self._tokens, self._prompt = tokens, True
+        self._known: SimpleQueue[str | None] = SimpleQueue()
 
     def put(self, value: Tensor) -> None:
         if not self._prompt:
-            self._tokens += value.reshape(-1).tolist()
+            new = value.reshape(-1).tolist()
+            self._tokens += new
+            self._settle([token for token in new if token not in self._silent])
         self._prompt = False
-        super().put(value)
+
+    def end(self) -> None:
+        self._settle([], last=True)
+        self._known.put(None)
+
+    def _settle(self, tokens: list[int], last: bool = False) -> None:
+        settled = self._texts.settle(self._state, np.array(tokens, np.int64), last)
+        self._state = settled.state
+        if settled.text:
+            self._known.put(settled.text)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known.get, None)
 
 
 class _Stop(StoppingCriteria):

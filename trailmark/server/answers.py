@@ -108,7 +108,7 @@ class Written:
     def cited(self, most: int) -> list[dict[str, Any]]:
         """Of each group the ``most`` chunks that were read with most weight, the mean over the tokens.
 
-        It may read whole texts, to find places in them: not for the event loop, and with the memory's ``places``.
+        It may read whole texts, to find places in them: not for the event loop, but for the memory's ``look``.
         """
         weights: dict[int, dict[int, float]] = {}
         for reads, count in self._reads:

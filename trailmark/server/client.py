@@ -7,7 +7,7 @@ import json
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from trailmark.data.chat import Options
 from trailmark.evaluation.chat import ReadChunk
@@ -123,13 +123,15 @@ class RemoteConversation:
         headers = {"Content-Type": "application/json"}
         headers |= {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         body = json.dumps(self._body | {"messages": messages})
-        path = f"{self._parts.path.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
+        path = f"{quote(self._parts.path.rstrip('/').removesuffix('/v1'), safe='/%')}/v1/chat/completions"
         connection.request("POST", path, body, headers)
         response = connection.getresponse()
         if response.status != 200:
             raise ValueError(f"url: the server refuses the question: {_reason(response.read(1 << 20))}")
-        while line := response.readline(_LONGEST_LINE):
-            if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+        while (line := response.readline(_LONGEST_LINE)).strip() != b"data: [DONE]":
+            if not line:  # http.client tells no one of a connection that was cut
+                raise ValueError("url: the server ended before its answer did. Ask again once it is there.")
+            if not line.startswith(b"data: "):
                 continue
             event = json.loads(line[len(b"data: ") :])
             if "error" in event:

@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -51,14 +51,8 @@ class _Prompt:
 class _Reading:
     """Tokens that are being appended to a cache, or, where it ``looks``, are a question for its focus."""
 
-    def __init__(
-        self,
-        cache: ChunkCache,
-        tokens: Sequence[int],
-        progress: Callable[[int, int], None] | None = None,
-        looks: bool = False,
-    ) -> None:
-        self.cache, self.tokens, self.progress, self.looks = cache, tokens, progress, looks
+    def __init__(self, cache: ChunkCache, tokens: Sequence[int], looks: bool = False) -> None:
+        self.cache, self.tokens, self.looks = cache, tokens, looks
         self.done, self.stopped = 0, False
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # who waits for it no more may not end it
@@ -144,18 +138,10 @@ class Engine:
             self._changed.notify()
         return answer
 
-    async def read(
-        self,
-        cache: ChunkCache,
-        tokens: Sequence[int],
-        progress: Callable[[int, int], None] | None = None,
-    ) -> None:
+    async def read(self, cache: ChunkCache, tokens: Sequence[int]) -> None:
         """Append tokens to a cache of one row, piece by piece between the steps of decoding.
 
         Who is cancelled meanwhile goes on once the present piece is done: the cache then holds whole pieces.
-
-        Args:
-            progress: called in the engine's thread after each piece, with the tokens read and all of them.
 
         Raises:
             ValueError: as the model's ``read``; what was read so far stays.
@@ -164,7 +150,7 @@ class Engine:
         self._expect_tokens("tokens", tokens)
         with self._changed:
             self._expect_open()
-            reading = self._begun(_Reading(cache, tokens, progress))
+            reading = self._begun(_Reading(cache, tokens))
         await _ended(reading)
 
     async def focus(self, cache: ChunkCache, tokens: Sequence[int]) -> None:
@@ -333,8 +319,6 @@ class Engine:
             item.done = len(item.tokens)
         elif item.tokens and not item.stopped:
             item.done += self._take(item.cache, item.tokens, item.done, len(item.tokens))
-            if item.progress is not None:
-                item.progress(item.done, len(item.tokens))
         if item.done < len(item.tokens) and not item.stopped:
             return True
         item.future.set_result(None)
@@ -430,12 +414,13 @@ class Engine:
             self._cache = None
 
     def _parted(self, cache: ChunkCache, rows: list[_Row], going: list[bool]) -> list[_Row]:
-        """Those of a cache's rows that go on; the others leave it with all that was read for them."""
+        """Those of a cache's rows that go on; the others leave it."""
         ended = [b for b, goes_on in enumerate(going) if not goes_on]
         if not ended:
             return rows
-        for b, left in zip(ended, cache.leave(ended).split(), strict=True):
-            self._end_row(rows[b], left)
+        cache.leave(ended)
+        for b in ended:
+            self._end_row(rows[b])
         return [row for row, goes_on in zip(rows, going, strict=True) if goes_on]
 
     def _step_apart(self, error: BaseException) -> None:
@@ -522,12 +507,11 @@ class Engine:
             return "length"
         return "deadline" if job.deadline is not None and now > job.deadline else None
 
-    def _end_row(self, row: _Row, cache: ChunkCache) -> None:
+    def _end_row(self, row: _Row) -> None:
         """Its tokens are handed over already."""
         answer = row.answer
-        answer.ended[row.number] = cache
-        if len(answer.ended) == answer.job.n and not answer.over:  # over: it failed
-            answer.caches = [answer.ended[number] for number in range(answer.job.n)]
+        answer.ended += 1
+        if answer.ended == answer.job.n and not answer.over:  # over: it failed
             self._counts["cancelled" if answer.cancelled else "answers"] += 1
             answer.end(self._wakes)
 

@@ -6,9 +6,10 @@ import asyncio
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
@@ -133,7 +134,7 @@ class Generation(Generic[Body]):
                 self._max_tokens,
                 1.0 if body.temperature is None else body.temperature,
                 1.0 if body.top_p is None else body.top_p,
-                None if body.seed is None else (body.seed + number) % 2**63,
+                None if body.seed is None else (body.seed + number * body.answers) % 2**63,
                 self._top_logprobs or 0,
             )
         except ValueError as error:  # it names nothing but these numbers
@@ -216,8 +217,8 @@ class Generation(Generic[Body]):
     async def _cited(self, number: int) -> dict[str, Any]:
         retrieved: list[dict[str, Any]] = []
         if self.body.passages:
-            async with nullcontext() if self._opened is None else self._opened.places:
-                retrieved = await asyncio.to_thread(self.written[number].cited, self.body.passages)
+            look = partial(self.written[number].cited, self.body.passages)
+            retrieved = look() if self._opened is None else await self._opened.look(look)
         troubles = [] if self._opened is None else self._opened.passages.troubles
         return {
             "retrieved": retrieved,
@@ -307,13 +308,14 @@ class Completion(Generation[CompletionRequest]):
 
     @property
     def _max_tokens(self) -> int:
-        return self.body.max_tokens or _DEFAULT_TOKENS
+        return self.body.max_tokens or min(_DEFAULT_TOKENS, self._state.limits.new_tokens)
 
     @property
     def _top_logprobs(self) -> int | None:
         return self.body.logprobs
 
     def _prompts(self) -> list[Prompt]:
+        self._offsets = Counter[int]()  # of each answer, in characters
         found = [self.served.prompt(given, self.known > 0) for given in self.body.prompts]
         return [Prompt(tokens, len(tokens), tokens) for tokens in found]
 
@@ -321,9 +323,9 @@ class Completion(Generation[CompletionRequest]):
         return self._piece(number, self.written[number].text, self.written[number].tokens)
 
     def _piece(self, number: int, text: str, tokens: list[Token]) -> dict[str, Any]:
-        return {"text": text, "logprobs": self._logprobs(tokens)}
+        return {"text": text, "logprobs": self._logprobs(number, tokens)}
 
-    def _logprobs(self, tokens: list[Token]) -> dict[str, Any] | None:
+    def _logprobs(self, number: int, tokens: list[Token]) -> dict[str, Any] | None:
         if self._top_logprobs is None:
             return None
         named = [self._named(token.token, token.logprob) for token in tokens]
@@ -331,7 +333,11 @@ class Completion(Generation[CompletionRequest]):
         top = [
             {_key(e): e["logprob"] for e in (self._named(*pair) for pair in token.top)} for token in tokens
         ]
-        offsets = [sum(len(name) for name in names[:n]) for n in range(len(names))]
+        offsets = []
+        for entry in named:
+            offsets.append(self._offsets[number])
+            # characters of UTF-8 that begin in the token, which may hold a part of one
+            self._offsets[number] += sum(byte & 0xC0 != 0x80 for byte in entry["bytes"])
         return {
             "tokens": names, "token_logprobs": [entry["logprob"] for entry in named], "top_logprobs": top,
             "text_offset": offsets,
@@ -368,8 +374,9 @@ class Chat(Generation[ChatRequest]):
         """The same, and the passages of the focus before the last question."""
         cache = await super()._looked(number)
         if cache is not None and self._opened is not None and self._words and self.body.quotes:
-            async with self._opened.places:
-                await asyncio.to_thread(self._quote, self._opened, focused_chunks(cache))
+            look = partial(self._quote, self._opened, focused_chunks(cache))
+            async with asyncio.timeout(self._deadline - time.monotonic()):
+                await self._opened.look(look)
         return cache
 
     def _quote(self, opened: Opened, chunks: list[int]) -> None:

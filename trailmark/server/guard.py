@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -80,10 +79,10 @@ def _digest(key: bytes) -> bytes:
 def _from_elsewhere(headers: dict[bytes, bytes]) -> RequestError | None:
     """A page that a browser shows reaches loopback too: under its own site's name, or with its site as the origin."""
     host = headers.get(b"host", b"").decode("latin-1")
-    if not is_loopback(urlsplit(f"//{host}")):
+    if not is_loopback(f"//{host}"):
         return RequestError(403, "host: expected localhost or a loopback address, where no key is asked for.")
     origin = headers.get(b"origin")
-    if origin is not None and not is_loopback(urlsplit(origin.decode("latin-1"))):
+    if origin is not None and not is_loopback(origin.decode("latin-1")):
         return RequestError(
             403, "origin: expected none or a page of this machine, where no key is asked for."
         )

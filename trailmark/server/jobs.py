@@ -61,21 +61,17 @@ class Answer:
 
     Iterating raises what went wrong with this job: TimeoutError where its deadline passed before the first token. A job
     that is cancelled before its first token gives none.
-
-    Attributes:
-        caches: of each answer, once it has ended, all that was read for it: every token of it but the last.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.caches: list[ChunkCache] = []
         self.cancelled = False
         self._lock = threading.Lock()
         self._tokens: deque[Token] = deque()
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
         self.over = False
         self._error: BaseException | None = None
-        self.ended: dict[int, ChunkCache] = {}  # the caches of those answers that have ended
+        self.ended = 0  # how many of its answers have
 
     def cancel(self) -> None:
         """End it with the next token; what waits is not begun. May be called from any thread."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from trailmark import untrusted
 
 _SHORTEST = 16  # characters
 
 
-def is_loopback(url: SplitResult) -> bool:
-    """Whether the host of a split address is this machine alone."""
+def is_loopback(url: str) -> bool:
+    """Whether the host of an address, as "//localhost:8000", is this machine alone."""
     try:
-        host = url.hostname
+        host = urlsplit(url).hostname
         return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
     except ValueError:
         return False
@@ -45,7 +45,7 @@ def read_keys(path: Path) -> list[str]:
 
 def expect_safe(host: str, keys: Sequence[str]) -> None:
     """A ValueError where others than this machine could ask without a key."""
-    if not keys and not is_loopback(urlsplit(f"//[{host}]" if ":" in host else f"//{host}")):
+    if not keys and not is_loopback(f"//[{host}]" if ":" in host else f"//{host}"):
         raise ValueError(
             f"host: expected a loopback address (127.0.0.1, ::1, localhost) without keys, got {host!r}: whoever "
             "reaches it could ask. Add --api-key-file."

@@ -15,23 +15,24 @@ import secrets
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 
 from trailmark import untrusted
-from trailmark.data.corpus import decoded
+from trailmark.data.corpus import NotText, decoded
 from trailmark.evaluation.reading import Reader
 from trailmark.files import (
     BusyError,
     NoSpaceError,
     expect_writable,
     is_no_space,
+    lock,
     remove_folder,
     remove_leftover_folders,
     sha256_of,
@@ -65,7 +66,6 @@ class Opened:
     Attributes:
         cache: requests go on from branches of it; None: nothing was read yet.
         stamp: of its manifest, which tells that it was saved again.
-        places: for the passages: one request at a time looks for them.
     """
 
     cache: ChunkCache | None
@@ -73,7 +73,14 @@ class Opened:
     passages: Passages
     num_bytes: int
     stamp: tuple[int, ...]
-    places: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _places: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def look(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives, which looks for passages, in a thread: one at a time, though who asked may leave."""
+        await self._places.acquire()
+        task = asyncio.ensure_future(asyncio.to_thread(work))
+        task.add_done_callback(lambda _: self._places.release())
+        return await asyncio.shield(task)
 
     def branch(self) -> ChunkCache | None:
         return None if self.cache is None else self.cache.branch()
@@ -104,7 +111,6 @@ class Memories:
         self._locks = WeakValueDictionary[str, asyncio.Lock]()  # while somebody writes or deletes
         self._waiting = Counter[str]()
         self._writing: dict[str, dict[str, Any]] = {}
-        self._parts: set[Path] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         # of their own: requests wait for no thread that reads a long text
         self._readers = ThreadPoolExecutor(_READERS, "trailmark-reader")
@@ -215,7 +221,10 @@ class Memories:
             RequestError: 404, there is none; 400, another model wrote it; 500, it is damaged.
         """
         stamp, key = _stamp(self.expect(name)), (name, served.name)
-        async with self._opening:
+        if (found := self._open.get(key)) is not None and found.stamp == stamp:
+            self._open.move_to_end(key)
+            return found
+        async with self._opening:  # one at a time: each takes memory
             found = self._open.get(key)
             if found is None or found.stamp != stamp:
                 self._open.pop(key, None)
@@ -295,29 +304,30 @@ class Memories:
         self._waiting[name] -= 1
         self._waiting += Counter()  # without names of which none waits
 
-    async def _received(self, name: str, content: AsyncIterator[bytes]) -> Path:
-        """The text in a file of its own, checked and on the disk itself."""
+    async def _received(self, name: str, content: AsyncIterator[bytes]) -> IO[bytes]:
+        """The text in a file of its own, checked and on the disk itself; it is held until it is closed."""
         folder = self.expect(name) / _TEXTS
-        part = folder / f"{_PART}{secrets.token_hex(8)}"
-        self._parts.add(part)
-        try:
-            folder.mkdir(exist_ok=True)
-            if folder.is_symlink():  # nothing is written through one
-                raise OSError(errno.ELOOP, "a link", str(folder))
-            with open(part, "xb") as file:
+        with ExitStack() as stack:
+            try:
+                folder.mkdir(exist_ok=True)
+                if folder.is_symlink():  # nothing is written through one
+                    raise OSError(errno.ELOOP, "a link", str(folder))
+                _remove_parts(folder)
+                part = stack.enter_context(open(folder / f"{_PART}{secrets.token_hex(8)}", "xb"))
+                stack.callback(os.unlink, part.name)
+                lock(part.fileno())
                 async for piece in content:
-                    file.write(piece)
-                await asyncio.to_thread(sync_file, file)
-            await asyncio.to_thread(_expect_text, part)
-        except BaseException as error:
-            part.unlink(missing_ok=True)
-            self._parts.discard(part)
-            if isinstance(error, OSError):
+                    part.write(piece)
+                await asyncio.to_thread(sync_file, part)
+                await asyncio.to_thread(_expect_text, Path(part.name))
+            except OSError as error:
                 raise _told(error) from error
-            raise
+            stack.pop_all()
         return part
 
-    async def _append(self, name: str, document: str, part: Path, served: Served, progress: Progress) -> None:
+    async def _append(
+        self, name: str, document: str, part: IO[bytes], served: Served, progress: Progress
+    ) -> None:
         loop = asyncio.get_running_loop()
 
         def take(ids: torch.Tensor, cache: ChunkCache, told: Callable[[int, int], None]) -> None:
@@ -335,24 +345,23 @@ class Memories:
         def work() -> None:
             folder = self.expect(name)
             self._expect_writer(folder, served)
-            path = _in_place(part, folder / _TEXTS / document)
+            path = _in_place(Path(part.name), folder / _TEXTS / document)
             with Reader(served.subject, folder, self._dtype, take=take) as reader:
                 _where_they_are(reader.sources, folder)
-                self._remove_others(path, {source["path"] for source in reader.sources})
                 unfinished = [Path(source["path"]) for source in reader.sources if not source["done"]]
                 for text in dict.fromkeys([*unfinished, Path(os.path.realpath(path))]):
                     reader.read(text)
 
-        lock = self._locks.setdefault(name, asyncio.Lock())
+        turn = self._locks.setdefault(name, asyncio.Lock())
         try:
-            async with lock:
+            async with turn:
                 self._writing[name] = {"document": document, "tokens": None}
                 await loop.run_in_executor(self._readers, work)
         except (ValueError, OSError) as error:
             raise _told(error) from error
         finally:
-            part.unlink(missing_ok=True)
-            self._parts.discard(part)
+            Path(part.name).unlink(missing_ok=True)
+            part.close()
             self._writing.pop(name, None)
 
     def _expect_writer(self, folder: Path, served: Served) -> None:
@@ -372,12 +381,6 @@ class Memories:
                 400, f"memory: expected one that {served.name!r} wrote, another model did.", "memory"
             )
 
-    def _remove_others(self, path: Path, known: set[str]) -> None:
-        """Texts whose reading was killed before any of it was saved; nobody was told that they are here."""
-        for other in path.parent.iterdir():
-            if other != path and os.path.realpath(other) not in known and other not in self._parts:
-                other.unlink(missing_ok=True)
-
     async def delete(self, name: str) -> None:
         """Remove a memory and its texts; requests that read it end in peace.
 
@@ -385,13 +388,15 @@ class Memories:
             RequestError: 404, there is none; 409, something writes in it.
         """
         folder = self.expect(name)
-        lock = self._locks.setdefault(name, asyncio.Lock())
-        if lock.locked() or self._waiting[name]:
+        turn = self._locks.setdefault(name, asyncio.Lock())
+        if turn.locked() or self._waiting[name]:
             raise RequestError(409, "memory: a text is being read into it. Try again later.", "memory")
-        async with lock:
+        async with turn:
             try:
                 with saved.hold(folder):
                     await asyncio.to_thread(remove_folder, folder)
+                if folder.is_dir():
+                    raise OSError(errno.EBUSY, "its name cannot be taken away", str(folder))
             except (ValueError, OSError) as error:
                 raise _told(error) from error
             for key in [key for key in self._open if key[0] == name]:
@@ -433,12 +438,20 @@ def _wrote(served: Served, known: manifest.Manifest) -> bool:
     return bool(known.header.get("weights") == served.weights)
 
 
+def _remove_parts(texts: Path) -> None:
+    """Remove what killed servers left of texts that came in; what another server receives is locked."""
+    for path in texts.glob(f"{_PART}*"):
+        with suppress(OSError), open(path, "rb") as file:
+            if lock(file.fileno()):
+                path.unlink()
+
+
 def _expect_text(path: Path) -> None:
     """Looked at to its end before any of it is read: a memory takes no text back."""
     try:
         for _ in decoded(path):
             pass
-    except ValueError as error:
+    except NotText as error:
         raise RequestError(
             400, "text: expected UTF-8 text with at least one word and no zero byte.", "text", "no_text"
         ) from error

@@ -13,7 +13,6 @@ import numpy as np
 from trailmark.data.chat import (
     ChatTurns,
     answer_ends,
-    control_ids,
     conversation,
     expect_options,
     with_passages,
@@ -24,7 +23,7 @@ from trailmark.models.causal_lm import fingerprint
 from trailmark.server.engine import Engine
 from trailmark.server.errors import RequestError
 from trailmark.server.schemas import ChatRequest
-from trailmark.trace.token_texts import texts_of, token_bytes
+from trailmark.trace.token_texts import silent_ids, texts_of, token_bytes
 
 
 @dataclass
@@ -54,10 +53,8 @@ class Served:
 
     @cached_property
     def control(self) -> frozenset[int]:
-        """Tokens that no text shows: control tokens, and rows of the vocabulary that its tokenizer lacks."""
-        known = len(self._bytes) if self._bytes is not None else len(self.subject.tokenizer)
-        beyond = range(known, int(self.subject.model.config.vocab_size))
-        return frozenset(control_ids(self.subject.tokenizer)) | frozenset(beyond)
+        """Tokens that no text shows."""
+        return silent_ids(self.subject.tokenizer, int(self.subject.model.config.vocab_size))
 
     @cached_property
     def texts(self) -> Any:

@@ -6,11 +6,12 @@ A character may be spread over tokens, so the last few tokens of a text that goe
 from __future__ import annotations
 
 import codecs
-import json
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from trailmark.data.chat import control_ids
 
 Integers = npt.NDArray[np.int64]
 _HELD = (
@@ -134,32 +135,42 @@ def texts_of(tokenizer: Any) -> ByteTexts | DecodedTexts:
     return ByteTexts(table)
 
 
+def silent_ids(tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """Tokens that no text shows: control tokens, and rows of a model's vocabulary that its tokenizer lacks."""
+    known = max(tokenizer.get_vocab().values()) + 1
+    return frozenset(control_ids(tokenizer)) | frozenset(range(known, vocab_size))
+
+
 def token_bytes(tokenizer: Any) -> list[bytes] | None:
     """The bytes that each token stands for, none for special ones; None where tokens stand for no bytes of their own.
 
     They do in "bytes" (ByT5's) and in byte-level BPE, as GPT-2's and Llama 3's.
     """
+    from tokenizers.decoders import ByteLevel
     from transformers import ByT5Tokenizer
 
     if isinstance(tokenizer, ByT5Tokenizer):
         own = [bytes([value]) for value in range(256)]
         return [b""] * tokenizer.offset + own + [b""] * (len(tokenizer) - 256 - tokenizer.offset)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    if backend is None or not isinstance(backend.decoder, ByteLevel):
         return None
-    decoder = json.loads(backend.to_str())["decoder"]
-    if decoder is None or decoder["type"] != "ByteLevel":
+    added, vocabulary = tokenizer.added_tokens_decoder, tokenizer.get_vocab()
+    texts = [""] * (max(vocabulary.values()) + 1)  # a number that is no token has none
+    for text, number in vocabulary.items():
+        if number not in added:
+            texts[number] = text
+    values = {chr(value): "\uffff" for value in range(256)} | {
+        character: chr(value) for character, value in _byte_of_character().items()
+    }
+    places = str.maketrans(values)
+    try:
+        table = [text.translate(places).encode("latin-1") for text in texts]
+    except UnicodeEncodeError:
         return None
-    values, added = _byte_of_character(), tokenizer.added_tokens_decoder
-    table: list[bytes] = []
-    for number in range(max(tokenizer.get_vocab().values()) + 1):
-        if number in added:
-            table.append(b"" if added[number].special else added[number].content.encode())
-            continue
-        text = tokenizer.convert_ids_to_tokens(number) or ""  # a number that is no token
-        if any(character not in values for character in text):
-            return None
-        table.append(bytes(values[character] for character in text))
+    for number, token in added.items():
+        if number < len(table) and not token.special:
+            table[number] = token.content.encode()
     return table
 
 
