@@ -132,7 +132,27 @@ def test_a_value_of_a_command_line_is_text_numbers_or_yaml_in_brackets(text: str
     assert parse_override("set", f"key={text}") == ("key", value)
 
 
-@pytest.mark.parametrize("text", ["a", "a b", "2024", "1e3", "null", "[1] x", "'x", " x", "#", "$HOME", "é"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a",
+        "a b",
+        "2024",
+        "1e3",
+        "null",
+        "[1] x",
+        "'x",
+        " x",
+        "#",
+        "$HOME",
+        "é",
+        "[📚] x",
+        "\n[",
+        "\u2028",
+        " a\x85b",
+        "[\U000e0020",
+    ],
+)
 def test_text_is_written_so_that_it_is_read_as_itself(text: str) -> None:
     (word,) = shlex.split(override("key", text))
     assert parse_override("set", word) == ("key", text)

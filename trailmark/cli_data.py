@@ -133,11 +133,14 @@ class _TableSettings(Settings):
 
     def training(self) -> str:
         """The settings of a training that the table decides."""
+        from trailmark.data.neighbours.build import tokenizer_of
+
+        tokenizer = self.tokenizer or tokenizer_of([self.corpus])
         seen = "false" if self.window is None else f"true model.sliding_window={self.window}"
         return (
             f"model.chunk_size={self.chunk_size} model.exclude_visible_chunks={seen} "
             f"training.context_length={self.context_length} {override('data.paths', str(self.corpus))} "
-            f"{override('data.neighbours', str(self.output))} "
+            f"{override('data.tokenizer', tokenizer)} {override('data.neighbours', str(self.output))} "
             "data.early_landmarks=0"
         )
 

@@ -203,8 +203,18 @@ def parse_override(option: str, text: str) -> tuple[str, Any]:
 
 def override(key: str, text: str) -> str:
     """``key=value`` as a shell takes it, of which :func:`parse_override` reads this very text."""
-    plain = text[:1] not in ("", *_YAML) and parse_override(key, f"{key}={text}")[1] == text
-    return shlex.quote(f"{key}={text if plain else json.dumps(text)}")
+    plain = (
+        text[:1] not in ("", *_YAML)
+        and text == text.strip()
+        and parse_override(key, f"{key}={text}")[1] == text
+    )
+    return shlex.quote(f"{key}={text if plain else _quoted(text)}")
+
+
+def _quoted(text: str) -> str:
+    """In YAML's quotes, which know a letter beyond 16 bits by one number, where JSON writes two."""
+    whole = json.dumps(text, ensure_ascii=False)
+    return "".join(x if x.isprintable() else f"\\U{ord(x):08x}" for x in whole)
 
 
 def read_yaml(path: Path, name: str) -> dict[str, Any]:

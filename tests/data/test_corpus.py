@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trailmark.data.corpus import decoded, load_tokenizer, read_texts, standard_library_texts, tokenize
+from trailmark.data.corpus import (
+    decoded,
+    load_tokenizer,
+    read_texts,
+    standard_library_texts,
+    text_pieces,
+    tokenize,
+)
 
 
 @pytest.mark.parametrize(
@@ -193,3 +200,13 @@ def test_any_other_tokenizer(tmp_path: Path) -> None:
 def test_no_such_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^tokenizer: expected 'bytes', a folder"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_text_is_cut_at_its_line_ends_whatever_they_are(tmp_path: Path) -> None:
+    lines = "".join(f"the line of number {n}\n" for n in range(200))
+    (tmp_path / "unix.txt").write_text(lines)
+    (tmp_path / "dos.txt").write_text(lines.replace("\n", "\r\n"), newline="")
+    unix, dos = (list(text_pieces(tmp_path / name, size=300)) for name in ("unix.txt", "dos.txt"))
+    assert "".join(unix) == "".join(dos).replace("\r\n", "\n") == lines
+    assert all(piece.endswith("\r\n") for piece in dos)
+    assert len(unix) > 10

@@ -32,6 +32,7 @@ from trailmark.data.prepare import Progress, pieces, prepare
 from trailmark.data.recipes import parse_source
 from trailmark.data.shards import Corpus
 from trailmark.data.sources import LocalFiles
+from trailmark.data.texts import open_text
 from trailmark.files import read_json
 from trailmark.report.console import preparing_line
 
@@ -488,6 +489,10 @@ def test_room_is_looked_for_before_anything_is_written(
     with pytest.raises(ValueError, match=rf"^output: expected about .* bytes free .* there are {free[0]:,}"):
         prepare(parse_source([str(folder)]), tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["progress.json"]
+    with pytest.raises(
+        ValueError, match=r"^data: .* has no corpus\.json\. .*finishes one that was interrupted"
+    ):
+        open_text([tmp_path / "out"], load_tokenizer())  # what says how far it is is no text
     free[0] += 1 << 20
     prepare(parse_source([str(folder)]), tmp_path / "out")
 

@@ -207,6 +207,8 @@ def test_pairs(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("plain")
     with pytest.raises(ValueError, match=r"is plain text"):
         list(parse_source([str(tmp_path / "a.txt")], summary_column="summary").pairs())
+    with pytest.raises(ValueError, match=r"^column: expected none for plain text, .* got 'article'"):
+        parse_source([str(tmp_path / "a.txt")], column="article").description()
 
 
 # The hub's formats, from a folder laid out as a dataset

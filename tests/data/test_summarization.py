@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import os
@@ -242,6 +243,13 @@ def test_several_files_and_folders(tmp_path: Path) -> None:
     assert read_all(pairs) == STORIES[:8]
     assert pairs.where(3) == f"{folder / 'a.jsonl'}, line 1"
     assert Pairs(one).fingerprint == Pairs([one]).fingerprint != pairs.fingerprint
+    assert read_all(Pairs([folder / "a.jsonl", one, one, folder])) == [
+        *STORIES[3:5],
+        *STORIES[:3],
+        *STORIES[5:8],
+    ]
+    Path(one).write_bytes(codecs.BOM_UTF8 + Path(one).read_bytes())
+    assert read_all(Pairs([one])) == STORIES[:3]
     text = SummarizationTexts(BYTES, pairs, 700)
     other = load_tokenizer()
     other.eos_token = "<unk>"

@@ -69,10 +69,11 @@ def test_pairs_and_prepared_folders_inside_are_no_text(prepared: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["corpus.json", "progress.json", "pairs.json"])
-def test_a_file_of_ones_own_that_has_such_a_name_is_text(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ['{"title": "Mine"}', "{mine", "[1]", "NaN"])
+def test_a_file_of_ones_own_that_has_such_a_name_is_text(name: str, content: str, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "text.txt").write_text("Some text.")
-    (tmp_path / "mine" / name).write_text('{"title": "Mine"}')
+    (tmp_path / "mine" / name).write_text(content)
     assert len(open_text([tmp_path], BYTES)) > len("Some text.")
 
 

@@ -49,6 +49,17 @@ def test_pairs_that_may_not_be_read_are_left_out() -> None:
     assert float(popular) == pytest.approx(float((of_columns / total - chance) / (1 - chance)))
 
 
+def test_what_a_text_is_padded_to_changes_nothing() -> None:
+    torch.manual_seed(0)
+    before = torch.ones(12, 12).tril(-1) > 0
+    scores = torch.randn(12).add(torch.randn(12, 12) / 4).double().where(before, -torch.inf)
+    padded = torch.full((2, 20, 20), -torch.inf, dtype=torch.float64)
+    padded[0, :12, :12] = scores
+    for own, of_both in zip(score_parts(scores), score_parts(padded), strict=True):
+        assert of_both.tolist() == [pytest.approx(float(own)), 0]
+        assert own > 0
+
+
 @pytest.mark.parametrize("hidden", [0, 9])
 def test_what_chunks_lose_with_their_age_is_no_popularity(hidden: int) -> None:
     """As select_chunks takes it off: the last candidate has age 1."""

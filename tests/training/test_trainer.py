@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import signal
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.disks import snapshot
-from tests.training.tiny import CHUNK_SIZE, TEXT, run_config, without_seconds
+from tests.training.tiny import CHUNK_SIZE, TEXT, prose, run_config, without_seconds
 from trailmark.data.batches import Windows
 from trailmark.data.corpus import load_tokenizer, tokenize
 from trailmark.data.needles.curriculum_texts import CURRICULUM, PACKED, Level
@@ -200,6 +201,23 @@ def test_gradient_checkpointing_changes_nothing(
     run.train()
     assert any(getattr(module, "gradient_checkpointing", False) for module in run.model.modules())
     assert_same_run(run, uninterrupted(task))
+
+
+def test_micro_batches_divide_the_samples_of_each_level(tmp_path: Path) -> None:
+    config = run_config(tmp_path, "needles", tokens_per_step=CHUNK_SIZE * 48, micro_batch_size=1)
+    with pytest.raises(
+        ValueError, match=r"^training\.micro_batch_size: .* got 1, .* do not divide so\. Set it higher"
+    ):
+        _ = Run(config, text=TEXT).micro
+
+
+def test_needles_are_measured_on_text_of_any_length(tmp_path: Path) -> None:
+    config = run_config(tmp_path, "needles", steps=2, context_length=70, eval_steps=1)
+    (tmp_path / "text.txt").write_text(prose())
+    data = dataclasses.replace(config.data, validation=[str(tmp_path / "text.txt")])
+    run = Run(dataclasses.replace(config, data=data), text=TEXT)
+    run.train()
+    assert "eval_loss" in run.history[-1]
 
 
 def test_measuring_the_speed_changes_nothing(uninterrupted: Callable[[str], Run], tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def run_config(output: Path, task: Any = "text", model: str = "drt", **training:
     return RunConfig(
         output=str(output),
         model=dict(MODELS[model]),
-        data=DataConfig(task=task, chunk_size=CHUNK_SIZE, filler_weight=0.1),
+        data=DataConfig(task=task, chunk_size=CHUNK_SIZE, filler_weight=0.1 if task == "needles" else 0.0),
         training=TrainingConfig(**(settings | training)),
     )
 

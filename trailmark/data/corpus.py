@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Integers = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int32]
 T = TypeVar("T")
-_LINE_ENDS = re.compile(r"(?<=\S)(\n)(?=\S)")
+_LINE_ENDS = re.compile(r"(?<=\S)(\r?\n)(?=\S)")
 
 
 def load_tokenizer(name: str = "bytes") -> Any:

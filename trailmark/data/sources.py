@@ -92,13 +92,16 @@ class SourceFile:
     sha256: str
 
 
+_COLUMN = "text"  # that of JSON lines and Parquet, where none is named
+
+
 class LocalFiles(Source):
     """Files and folders: plain text (a file is a document), JSON lines and Parquet (a row is one).
 
     A named file is JSON lines if its name ends in .jsonl, .ndjson or .json, Parquet if in .parquet, else plain text.
     Below a folder .json files are plain text too, unless packed; files that are not text are left out and named in
-    a warning, hidden ones without one; links are followed, and what cannot be read is an error. ``.gz`` is unpacked on
-    the fly, ``.zst`` with Python 3.14 or newer.
+    a warning, hidden ones without one; links are followed, and what cannot be read is an error. JSON lines
+    may be packed (``.gz``, ``.zst`` with Python 3.14 or newer).
 
     Args:
         paths: in the order in which they are read; a folder's files by name.
@@ -113,7 +116,7 @@ class LocalFiles(Source):
     def __init__(
         self,
         paths: Sequence[str | Path],
-        column: str = "text",
+        column: str = _COLUMN,
         summary_column: str | None = None,
         where: Where | None = None,
     ) -> None:
@@ -136,6 +139,10 @@ class LocalFiles(Source):
         if not files:
             raise ValueError(
                 f"source: expected at least one file with text in {', '.join(map(str, self.paths))}, found none."
+            )
+        if self.column != _COLUMN and all(file.kind == "text" for file in files):
+            raise ValueError(
+                f"column: expected none for plain text, which has no columns, got {self.column!r}. Leave it out."
             )
         return files
 

@@ -7,6 +7,7 @@ text that is too short is followed by absent tokens.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import logging
@@ -276,7 +277,9 @@ class _JsonLines:
 
     def _parse(self, line: bytes, where: str) -> Pair:
         try:
-            record = parse_json(line.decode("utf-8"), "it", finite=False)  # only its texts are taken
+            record = parse_json(
+                line.removeprefix(codecs.BOM_UTF8).decode("utf-8"), "it", finite=False
+            )  # only its texts are taken
         except UnicodeDecodeError as error:
             raise ValueError(f"data: expected UTF-8 text in {where}, byte {error.start} is none.") from error
         except ValueError as error:
@@ -353,7 +356,14 @@ def _files(paths: Sequence[str | Path]) -> list[Path]:
                 f"data: expected a .jsonl or .parquet file of pairs (document, summary), got {str(path)!r}. Convert or "
                 "unpack it first."
             )
-    return files
+    once: dict[Path, Path] = {}
+    for path in files:
+        once.setdefault(path.resolve(), path)
+    if len(once) < len(files):
+        logger.warning(
+            "%d files of pairs are named more than once: each is taken once.", len(files) - len(once)
+        )
+    return [*once.values()]
 
 
 @contextmanager

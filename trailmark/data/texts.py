@@ -74,7 +74,7 @@ def open_text(
 
 _OURS = {
     MANIFEST: {"format", "shards"},
-    PROGRESS: {"settings", "shards"},
+    PROGRESS: {"tokenizer", "shards"},
     PAIRS_MANIFEST: {"pairs", "sha256"},
 }
 
@@ -87,7 +87,12 @@ def _is_ours(file: Path) -> bool:
     """Whether a file is one that trailmark prepare writes, whole or damaged, and no other of that name."""
     if not file.exists():
         return False
-    found = untrusted.read_json(file, "data", links=True)
+    try:
+        found = untrusted.read_json(file, "data", links=True)
+    except ValueError:
+        if not any(file.parent.glob("tokens-*.bin")):  # no JSON of ours
+            return False
+        raise
     return isinstance(found, dict) and _OURS[file.name] <= found.keys()
 
 

@@ -40,14 +40,20 @@ def score_parts(scores: Tensor, recency: float = 0.0) -> ScoreParts:
     Returns:
         Deviation and share, float64; 0 and 0 where there are no scores that differ, beyond rounding.
     """
-    half = scores.shape[-1] // 2
-    block = without_recency(scores.detach(), recency)[..., half:, :half]
+    block, chunk = (
+        without_recency(scores.detach(), recency),
+        torch.arange(scores.shape[-1], device=scores.device),
+    )
     rounding = 8 * torch.finfo(scores.dtype).eps
     present = block.isfinite()
+    # of the text's own chunks, whatever it was padded to: the last of them asks
+    half = (chunk + 1).mul(present.any(-1)).amax(-1, keepdim=True) // 2 if len(chunk) else chunk
+    later = chunk >= half
+    present &= later[..., :, None] & ~later[..., None, :]
     block = block.masked_fill(~present, 0)
     in_row, in_column = present.sum(-1, keepdim=True), present.sum(-2)
     pairs, columns = in_column.sum(-1), (in_column > 0).sum(-1)
-    largest = block.abs().amax((-2, -1)) if half else block.new_zeros(block.shape[:-2])
+    largest = block.abs().amax((-2, -1)) if len(chunk) else block.new_zeros(block.shape[:-2])
     block = (block - block.sum(-1, keepdim=True) / in_row.clamp(min=1)).masked_fill(~present, 0)
     squares = block.square().sum((-2, -1))
     deviation = (squares / pairs.clamp(min=1)).sqrt()

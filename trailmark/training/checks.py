@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -227,6 +228,16 @@ def _check_data(config: RunConfig) -> None:
     for name, default in (("hops", 1), ("chains", None), ("distractors", 0)) if data.task != "niah" else ():
         beside = f"data.{name}", getattr(data, name), default, f"data.task {data.task}"
         _expect_beside(*beside, "it belongs to task niah", "set data.task=niah")
+    others = (
+        set()
+        if data.task == "needles"
+        else {"filler_weight", "first_digit_weight", "first_level", "level_accuracy"}
+    )
+    others |= {"num_landmarks"} if data.task in ("text", "summarization") else set()
+    for field in (field for field in fields(data) if field.name in others):
+        name, task = f"data.{field.name}", f"data.task {data.task}"
+        wanted = getattr(data, field.name), field.default
+        _expect_beside(name, *wanted, task, "it belongs to other tasks", "set data.task=needles")
     if data.needle_share > 0 and data.task != "text":
         raise ValueError(
             f"data.needle_share: expected 0 with data.task {data.task}, got {data.needle_share}: needles are mixed "

@@ -152,7 +152,12 @@ class Run(RunningState):
         sharing = self.sharing
         micro = micro_batches(max(counts), sharing.processes, size, sharing.size)
         for rows in counts:
-            micro_batches(rows, sharing.processes * micro, None, sharing.size)
+            if rows % (micro * sharing.groups):
+                raise ValueError(
+                    f"training.micro_batch_size: expected the same number of micro-batches at each step, got {size}, "
+                    f"which makes {micro} of the largest step's {max(counts)} samples, and {rows} do not divide so. "
+                    "Set it higher, or leave it out."
+                )
         length = self.config.training.context_length // sharing.size
         tokens = max(counts) // (sharing.groups * micro) * length
         if tokens > _MOST_TOKENS:

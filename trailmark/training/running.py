@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class RunningState:
         self.guard = Guard(config.training.skip_nonfinite, self.output)
         self.retrieval = RetrievalStatistics()
         self.history: list[dict[str, float]] = []
+        self._said_of_popularity = False
         self.averages: dict[str, float] = {}
         self.measured: dict[str, float] = {}  # of the last step
         self.step, self.seconds, self.tokens_trained = 0, 0.0, 0
@@ -220,15 +222,22 @@ class RunningState:
 
     def _warn_of_popularity(self) -> None:
         """Say once, by the history, that scores hardly depend on who asks, where that lasts."""
-        shares = [own["retrieval_popular"] for own in self.history if "retrieval_popular" in own]
-        lasts = [
-            all(x > _POPULAR for x in shares[end - _LASTS : end]) for end in range(_LASTS, len(shares) + 1)
-        ]
-        if is_main() and lasts and lasts[-1] and lasts.count(True) == 1:
-            self.say(
-                f"Mind: {shares[-1]:.0%} of the variance of the retrieval's scores belongs to the past chunks, whoever "
-                "asks. trailmark evaluate --suite retrieval says what the right chunks would be worth."
-            )
+        if not is_main() or self._said_of_popularity:
+            return
+        known = (own["retrieval_popular"] for own in reversed(self.history) if "retrieval_popular" in own)
+        last = list(islice(known, _LASTS))
+        if len(last) < _LASTS or min(last) <= _POPULAR:
+            return
+        self._said_of_popularity = True
+        earlier, lasts = [*last[1:], *known], 0  # of a run that goes on, which has said it
+        for share in earlier:
+            lasts = lasts + 1 if share > _POPULAR else 0
+            if lasts == _LASTS:
+                return
+        self.say(
+            f"Mind: {last[0]:.0%} of the variance of the retrieval's scores belongs to the past chunks, whoever "
+            "asks. trailmark evaluate --suite retrieval says what the right chunks would be worth."
+        )
 
     def _is_logged(self, step: int) -> bool:
         return step % self.config.training.logging_steps == 0 or step == self.config.training.steps

@@ -508,7 +508,7 @@ def test_the_command(tmp_path: Path, command: Callable[..., tuple[int, str, str]
             f"The neighbours of {windows * 12:,} chunks lie in {folder}/ ({windows * 12 * 3 * 2 / 1024:.1f} KiB)"
             in out
         )
-        assert f"data.paths={tmp_path / 'corpus'} data.neighbours={folder}" in out
+        assert f"data.paths={tmp_path / 'corpus'} data.tokenizer={bpe} data.neighbours={folder}" in out
         table = NeighbourTable.open(folder, corpus=corpus)
         assert (table.manifest["kind"], table.rule) == ("embedder", rule_for("rpt", 16, 40))
         assert table.manifest["embedder"]["spec"] == (

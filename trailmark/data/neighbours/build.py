@@ -98,9 +98,12 @@ def _expect_statistics_of(corpus: Corpus, chunk_size: int, file: Path) -> None:
 
 def open_corpus(paths: list[Path], tokenizer: str | None) -> tuple[Corpus, Any]:
     """Open the text and load its tokenizer, which a prepared folder names itself."""
-    if tokenizer is None:
-        manifest = read_json(paths[0] / MANIFEST) if len(paths) == 1 else None
-        known = manifest.get("tokenizer") if isinstance(manifest, dict) else None
-        tokenizer = str(known.get("name", "bytes")) if isinstance(known, dict) else "bytes"
-    loaded = load_tokenizer(tokenizer)
+    loaded = load_tokenizer(tokenizer or tokenizer_of(paths))
     return open_text(paths, loaded), loaded
+
+
+def tokenizer_of(paths: list[Path]) -> str:
+    """The name of the tokenizer of a prepared folder; that of other text is "bytes"."""
+    manifest = read_json(paths[0] / MANIFEST) if len(paths) == 1 else None
+    known = manifest.get("tokenizer") if isinstance(manifest, dict) else None
+    return str(known.get("name", "bytes")) if isinstance(known, dict) else "bytes"

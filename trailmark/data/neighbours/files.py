@@ -167,7 +167,13 @@ class _Table:
             assert part.shape == shape
             if name == INDICES:
                 part = np.where(part < 0, NONE, part)
-            self._files[name].write(part.astype(self.dtypes[name]).tobytes())
+            kept = part.astype(self.dtypes[name])
+            if (np.isfinite(part) & ~np.isfinite(kept)).any():
+                raise ValueError(
+                    f"scores: expected {kept.dtype} to hold every score, there are larger ones. Make the table with "
+                    "--scores float32."
+                )
+            self._files[name].write(kept.tobytes())
         self.done = stop
         if time.monotonic() - self._saved > _SECONDS:
             self._save()
