@@ -24,6 +24,9 @@ from trailmark.files import (
     write_text,
 )
 
+UMASK = os.umask(0)
+os.umask(UMASK)
+
 
 def test_json_round_trip_makes_folders(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b.json"
@@ -51,6 +54,15 @@ def test_a_failing_write_leaves_the_old_file(tmp_path: Path) -> None:
         write_text(path, "half" * 10_000 + "\ud800")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_written_anew_keeps_its_permissions(tmp_path: Path) -> None:
+    write_text(tmp_path / "mine", "a")
+    assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o666 & ~UMASK
+    (tmp_path / "mine").chmod(0o600)
+    write_text(tmp_path / "mine", "b")
+    assert (tmp_path / "mine").read_text() == "b"
+    assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_failing_replacement_leaves_no_temporary_file(tmp_path: Path) -> None:

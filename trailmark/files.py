@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -93,7 +94,8 @@ def replacing(path: Path, durable: bool = False) -> Iterator[TextIO]:
                 sync_file(file)
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # as an ordinary file: mkstemp's are private
+        # as the file that makes way, or an ordinary one: mkstemp's are private
+        os.chmod(name, stat.S_IMODE(path.stat().st_mode) if path.is_file() else 0o666 & ~mask)
         os.replace(name, path)
     except BaseException as error:
         Path(name).unlink(missing_ok=True)

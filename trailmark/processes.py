@@ -109,13 +109,17 @@ def expect_agreed(told: Mapping[str, Any]) -> None:
             )
 
 
+SHARED = ".shared-"
+"""How the name of a mark begins, by which processes see that they share a folder."""
+
+
 def expect_shared(name: str, folder: Path) -> None:
     """Raise a ValueError in all processes, which names one, where it does not see a folder of the first.
 
     Args:
         name: of the option that names the folder. folder: is made, where it is not there.
     """
-    first, name_of_mark = by_main(lambda: (str(folder), f".shared-{os.urandom(8).hex()}"))
+    first, name_of_mark = by_main(lambda: (str(folder), f"{SHARED}{os.urandom(8).hex()}"))
     mark = folder / name_of_mark
     by_main(lambda: _touch(mark))
     lacking = [number for number, there in enumerate(gathered(mark.exists())) if not there]

@@ -25,6 +25,7 @@ _MOST_YAML_BYTES = (
     4 << 20 if hasattr(yaml, "CSafeLoader") else 256 << 10
 )  # Python alone reads 50 KiB per second
 _DEEPEST_YAML = 100
+_MOST_DIGITS = 400
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISLNK, "a link"),
@@ -144,8 +145,9 @@ def parse_json(content: bytes | str, what: str, finite: bool = True) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
         if len(content) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise _Refused(f"the key {brief(next(name for name in names if names.count(name) > 1))} twice")
+            seen: set[str] = set()
+            twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+            raise _Refused(f"the key {brief(twice)} twice")
         return content
 
     hooks: dict[str, Any] = {"object_pairs_hook": once}
@@ -180,8 +182,8 @@ def parse_yaml(content: bytes | str, what: str) -> Any:
     """Parse YAML: plain values alone, no tags that make objects.
 
     Raises:
-        ValueError: it is not UTF-8, no YAML, nested too deep, a key stands twice in a mapping, or aliases repeat so
-            much that it holds over a million values.
+        ValueError: it is not UTF-8, no YAML, nested too deep, a key stands twice in a mapping, written alike, a number
+            is too long, or aliases repeat so much that it holds over a million values.
     """
     text = _decoded(content, f"{what} is no YAML")
     try:
@@ -225,6 +227,9 @@ def _constructed(node: Any) -> Any:
 def _values(node: Any, known: dict[int, int]) -> int:
     """How many values a YAML node holds; those of an alias count where it stands. RecursionError: it holds itself."""
     if not isinstance(node, yaml.CollectionNode):
+        is_int = node is not None and node.tag == "tag:yaml.org,2002:int"  # None: of an empty text
+        if is_int and len(node.value) > _MOST_DIGITS:
+            raise yaml.YAMLError(f"a number has {len(node.value):,} characters")  # 1:1:1 takes quadratic time
         return 1
     if id(node) not in known:
         if isinstance(node, yaml.MappingNode):

@@ -28,6 +28,7 @@ from trailmark.memory.parts import FILE, header_of, records_of
 from trailmark.memory.verification import verify
 from trailmark.models import causal_lm
 from trailmark.models.stretches import begin_at
+from trailmark.processes import SHARED
 
 # of which more than the last layer chooses
 MODELS = MODELS | {
@@ -370,6 +371,7 @@ def test_torchrun_starts_several(files: list[Path], tmp_path: Path) -> None:
         assert told in by_processes(2, "read", tmp_path / "model", *files, "--memory", tmp_path / "together")
         assert not parts_of(tmp_path / "together").exists()
         parts_of(tmp_path / "together").mkdir()  # as if the last had been killed
+        (parts_of(tmp_path / "together") / f"{SHARED}0").touch()
     again = load(tmp_path / "model")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(causal_lm, "_READ_TOKENS", 4096)

@@ -266,6 +266,18 @@ def test_a_memory_in_bfloat16_takes_half_the_bytes(
     assert sizes[0] == 2 * sizes[1]
 
 
+def test_a_first_file_below_a_chunk_keeps_the_type_that_is_asked_for(
+    subject: Subject, tmp_path: Path
+) -> None:
+    for name, text in (("a.txt", "ab"), ("b.txt", "many words " * 40)):
+        (tmp_path / name).write_text(text)
+        with Reader(subject, tmp_path / "memory", torch.bfloat16) as reader:
+            reader.read(tmp_path / name)
+    store = subject.model.load_cache(tmp_path / "memory").memory.store
+    assert store is not None
+    assert store.dtype == torch.bfloat16
+
+
 # --- two processes, and files that change -------------------------------------------------------------------------
 
 

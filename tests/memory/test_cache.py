@@ -264,21 +264,36 @@ def test_a_branch_of_nothing_has_the_settings_of_its_memory(make: Any, settings:
         assert getattr(memories[0], name) == getattr(memories[1], name)
 
 
-@pytest.mark.parametrize("tier", ["device", "disk"])
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_copy_goes_on_by_itself_and_copies_no_model(tier: str, rows: int) -> None:
+@pytest.mark.parametrize("tier", ["device", "disk", "tokens"])
+@pytest.mark.parametrize(("rows", "joined"), [(1, False), (2, False), (2, True)])
+def test_a_copy_goes_on_by_itself_and_copies_no_model(tier: str, rows: int, joined: bool) -> None:
     """The idiom of transformers for a prompt that many questions share."""
-    if (tier, rows) == ("disk", 2):
-        pytest.skip("files are not copied")
+    if tier != "device" and rows == 2 and not joined:
+        pytest.skip("these tiers take one text each")
     model, text, question = drt(), tokens(70, batch=rows), tokens(9, batch=rows, seed=1)
-    cache = model.read(text, model.new_cache(tier))
-    before, copied = carried(cache), copy.deepcopy(cache)
+    if joined:
+        cache = ChunkCache.join([model.read(text[b : b + 1], model.new_cache(tier)) for b in range(rows)])
+    else:
+        cache = model.read(text, model.new_cache(tier))
+    cache.notes["sources"] = ["a text"]
+    before, copied = None if joined else carried(cache), copy.deepcopy(cache)
     assert copied.identity.__self__ is model
-    assert_same(
-        logits_of(model, question, past_key_values=copied),
-        logits_of(model, torch.cat([text, question], 1))[:, 70:],
-    )
-    assert_unchanged(cache, before)
+    memories = getattr(copied.memory, "memories", [copied.memory])
+    assert all(memory.encoder is None or memory.encoder._model is model for memory in memories)
+    assert joined or copied.notes == cache.notes
+    expected = logits_of(model, torch.cat([text, question], 1))[:, 70:]
+    assert_same(logits_of(model, question, past_key_values=copied), expected)
+    if before is not None:
+        assert_unchanged(cache, before)
+    assert_same(logits_of(model, question, past_key_values=cache), expected)
+
+
+def test_what_is_forgotten_leaves_no_notes() -> None:
+    model = drt()
+    cache = model.read(tokens(30))
+    cache.notes["sources"] = ["a text"]
+    cache.reset()
+    assert not cache.notes
 
 
 def test_what_is_read_after_the_vocabulary_grew_is_of_the_larger_one(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.models.tiny import drt, tokens
+from tests.models.tiny import drt, tokens, window_model
 from trailmark.memory import ChunkCache, saved, verification
 from trailmark.memory.hashes import sample_of
 from trailmark.memory.manifest import hash_body
@@ -274,6 +274,19 @@ STATES: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
     "a window of text": lambda state: state.update({"layers.0.keys": torch.zeros(3, dtype=torch.uint8)}),
     "half a window": lambda state: state.pop("layers.0.values"),
 }
+
+
+@pytest.mark.parametrize("slots", [1, 60])
+def test_keys_that_lack_positions_of_a_layer_without_a_window_are_refused(slots: int, tmp_path: Path) -> None:
+    model = window_model(sliding_window=None)
+    model.read(tokens(100)).save(tmp_path / "memory")
+
+    def cut(state: dict[str, torch.Tensor]) -> None:
+        state.update({name: x[:, :, :slots] for name, x in state.items() if name.startswith("layers.")})
+
+    assert model.load_cache(tmp_path / "memory").get_seq_length() == 100
+    sign_state(tmp_path / "memory", cut)
+    one_line(lambda: model.load_cache(tmp_path / "memory"), "expected keys of 100 positions")
 
 
 @pytest.mark.parametrize("name", STATES)

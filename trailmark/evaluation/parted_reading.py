@@ -48,7 +48,7 @@ from trailmark.models.stretches import (
     tokens_before_end,
     tokens_of_windows,
 )
-from trailmark.processes import by_main, expect_agreed, expect_shared, gathered, share_out
+from trailmark.processes import SHARED, by_main, expect_agreed, expect_shared, gathered, share_out
 from trailmark.trace.texts import file_tokens
 from trailmark.untrusted import brief
 
@@ -370,7 +370,9 @@ def parts_of(folder: Path) -> Path:
 def remove_parts(folder: Path) -> None:
     """Remove what said which stretches of the memory in ``folder`` are whole; a folder with anything else stays."""
     parts = parts_of(folder)
-    if parts.is_dir() and all(_PART.fullmatch(path.name) for path in parts.iterdir()):
+    if parts.is_dir() and all(
+        _PART.fullmatch(path.name) or path.name.startswith(SHARED) for path in parts.iterdir()
+    ):
         remove_folder(parts)
 
 

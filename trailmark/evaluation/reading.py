@@ -70,6 +70,8 @@ class Reader:
         try:
             if (folder / saved.MANIFEST).exists():
                 self.cache: ChunkCache = model.load_cache(folder, memory_tier)
+                if memory_dtype is not None and self.cache.memory.store is None:  # no chunk was kept yet
+                    self.cache.memory.dtype = memory_dtype
             else:
                 self.cache = model.new_cache(memory_tier, memory_folder=folder, memory_dtype=memory_dtype)
             sources_of(self.cache.notes, folder)

@@ -174,7 +174,7 @@ class ChunkCache(Cache):
         """Forget everything that was read."""
         memory = self.memory.emptied()
         self.state = None
-        self.memory = memory
+        self.memory, self.notes = memory, {}
 
     def branch(self, batch_size: int = 1) -> ChunkCache:
         """A cache of ``batch_size`` rows that go on from here; this one (of one row) stays as it is.
@@ -196,7 +196,11 @@ class ChunkCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> ChunkCache:
         """As transformers' documents keep a prompt: of one row a branch; the model is copied in no case."""
         if self.batch_size in (None, 1):
-            return self.branch()
+            other = self.branch()
+            other.notes = copy.deepcopy(self.notes)
+            return other
+        if isinstance(self.memory, JoinedMemory):  # rows in memories of their own, on any tiers
+            return ChunkCache.join([row.branch() for row in self._rows()])
         other = self._alike()
         memo |= {id(x): x for x in (self.identity, self.memory.encoder)}
         for name, value in vars(self).items():
@@ -264,12 +268,18 @@ class ChunkCache(Cache):
         """A cache for each row, in their order; this one is empty afterwards."""
         if self.state is None:
             return []
+        caches = self._rows()
+        self.reset()
+        return caches
+
+    def _rows(self) -> list[ChunkCache]:
+        """A cache for each row, which has the memory that it has here."""
+        assert self.state is not None
         caches = []
         for b, (memory, size) in enumerate(of_each_row(self.memory, self.state.memory)):
             cache = self._alike()
             cache.memory, cache.state = memory, replace(take_rows(self.state, np.array([b])), memory=size)
             caches.append(cache)
-        self.reset()
         return caches
 
     def _alike(self) -> ChunkCache:

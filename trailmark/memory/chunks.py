@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trailmark.memory.encoding import EncodedRecords, EncodedStore, Encoder
 from trailmark.memory.fetching import Located, fetch_each, fetch_once
 from trailmark.memory.saved import next_chunk_file
-from trailmark.memory.search import ExactSearch
+from trailmark.memory.search import ExactSearch, anew
 from trailmark.memory.tables import Booleans, Integers, Landmarks, Tables, as_read, as_stored
 from trailmark.memory.tiers.base import TIERS, tier_named
 from trailmark.memory.tiers.disk import expect_there
@@ -565,7 +565,7 @@ class ChunkMemory:
         elif self.store is not None:
             dtype = self.store.dtype
         other = ChunkMemory(tier, 0, None, dtype, self.search, self.planes, self.max_chunks)
-        other.encoder = self.encoder
+        other.encoder, other.head_searches = self.encoder, self.head_searches
         other._gone = self.first_chunk(size)
         if size.chunks[0]:
             other.base = (self.frozen(size), int(size.chunks[0]))
@@ -593,7 +593,8 @@ class ChunkMemory:
         tier, capacity, folder = self.tier, self.capacity, self.folder
         if self.base is not None:
             tier, capacity, folder = self.tier if self.keeps_tokens else "device", 0, None
-        other = ChunkMemory(tier, capacity, folder, self.dtype, self.search, self.planes, self.max_chunks)
+        search = anew(self.search)  # another text's landmarks may follow
+        other = ChunkMemory(tier, capacity, folder, self.dtype, search, self.planes, self.max_chunks)
         other.encoder = self.encoder
         return other
 

@@ -1,4 +1,4 @@
-"""Saved memories: a folder with chunk records, tensors and a manifest, format version 1, or 2 of tokens.
+"""Saved memories: a folder with chunk records, tensors and a manifest, format 1, 2 of tokens, or 3 of eight bits.
 
 ``chunks-<generation>.bin`` holds the records as they are in memory, one after the other;
 ``state-<generation>.safetensors`` what is small; ``memory.json``, the manifest, says which two files belong

@@ -111,6 +111,11 @@ def expect_numbers(state: CacheState, expected: Expected) -> None:
     for n, span in enumerate(state.spans):
         _within(f"spans.{n}", span.end, 0, positions)
         _within(f"spans.{n}", span.start, 0, span.end)
+    least = min((int(span.end.max()) for span in state.spans), default=0)
+    for n, (window, layer) in enumerate(zip(expected.windows, state.layers, strict=False)):
+        if window is None and layer.keys is not None:  # all that these layers saw is there
+            slots = layer.keys.shape[2]
+            _expect(slots >= least, f"layers.{n}.keys", f"keys of {least} positions", f"{slots}")
     for n, got in enumerate(state.pending):
         if got is not None:
             _within(f"pending.{n}.indices", got.indices, -1, chunks[:, None] - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -39,6 +40,14 @@ class ExactSearch:
         return select_chunks(query, blocks, num_retrieved, num_candidates, scale=scale, recency=recency)
 
 
+def anew(search: Any) -> Any:
+    """A search like this one which knows no landmarks."""
+    search = copy(search)
+    if hasattr(search, "forget"):
+        search.forget()
+    return search
+
+
 class FaissSearch:
     """An inverted file of faiss: scores the landmarks in the few lists nearest to a query, not all.
 
@@ -57,8 +66,9 @@ class FaissSearch:
     exactly too. An older one is found by its product alone, and of those that are no longer new the age decides little:
     its logarithm differs by 4 from 4,096 chunks to 262,144. The numbers above are without it.
 
-    A memory that was cut, or cut and written again from there to its end, is noticed, and what no longer
-    stands in it leaves the index. After landmarks were changed in its midst call :meth:`forget`.
+    A memory that was cut, or cut and written again from there to its end, is noticed by the last landmark that the
+    index has, and what no longer stands in it leaves the index. Where others were changed before that one, as those of
+    an edited text that is read again, call :meth:`forget`; a cache that is ``reset`` begins with a search of its own.
 
     Args:
         min_chunks: exact search below so many chunks.

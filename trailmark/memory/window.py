@@ -326,7 +326,7 @@ class WindowCall:
         if self.window is None:
             slots = self._slots
             while slots < int(end.max()):
-                slots += slots // 2
+                slots += max(1, slots // 2)
             kept = int((end - self.start).max())
         else:
             slots = self._slots

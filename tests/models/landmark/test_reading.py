@@ -371,6 +371,15 @@ def test_a_search_of_all_lists_is_exact() -> None:
     outs = [logits_of(model, ids[:, 80:], past_key_values=cache) for cache in caches]
     assert len(caches[0].memory.head_searches) == 3 * 2
     assert_same(*outs)
+    # a branch goes on with their indexes, another text with none of them
+    indexes = [own._index for own in caches[0].memory.head_searches.values()]
+    branch = caches[0].branch()
+    model(ids[:, :8], past_key_values=branch)
+    assert all(index is not None for index in indexes)
+    assert [own._index for own in branch.memory.head_searches.values()] == indexes
+    caches[0].reset()
+    assert not caches[0].memory.head_searches
+    assert caches[0].memory.search is not search
 
 
 # --- generation ------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class DiskStore(ChunkStore):
                 with contextlib.suppress(OSError):
                     os.ftruncate(writer, size)
             if is_no_space(error):
-                raise self._no_space(max(needed, 0)) from error
+                raise self._no_space(max(needed, 1)) from error
             raise
         self._count = max(self._count, first + n)
 
@@ -180,7 +180,7 @@ class DiskStore(ChunkStore):
         except BaseException as error:
             self.vouched = vouched
             if isinstance(error, OSError) and is_no_space(error):
-                raise self._no_space(0) from error
+                raise self._no_space(1) from error
             raise
 
     def _free(self) -> int:

@@ -7,7 +7,6 @@ chunk and its own cell, counted in chunks: nothing that is gathered has to be tu
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from trailmark.memory import ChunkMemory, ExactSearch
 from trailmark.memory.chunks import Rows
+from trailmark.memory.search import anew
 from trailmark.models.grid import Booleans, Integers
 from trailmark.models.landmark.cell import CellStep
 from trailmark.models.landmark.config import LandmarkConfig
@@ -512,9 +512,7 @@ class _Part:
 def _head_search(memory: ChunkMemory, plane: int) -> Any:
     searches = memory.head_searches
     if plane not in searches:
-        searches[plane] = copy.copy(memory.search)
-        if hasattr(searches[plane], "forget"):
-            searches[plane].forget()
+        searches[plane] = anew(memory.search)
     return searches[plane]
 
 
