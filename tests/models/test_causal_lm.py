@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,18 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from tests.models.naive import NaiveDRT
-from tests.models.tiny import EACH_MODEL, assert_same, drt, landmark, logits_of, padded, tokens, window_model
+from tests.models.tiny import (
+    EACH_MODEL,
+    MIXED,
+    assert_same,
+    drt,
+    hsa,
+    landmark,
+    logits_of,
+    padded,
+    tokens,
+    window_model,
+)
 from trailmark.models import DRTForCausalLM, SlidingWindowForCausalLM, TrailmarkForCausalLM, causal_lm
 from trailmark.models.loss import BearingTokens, shift_labels, text_loss
 
@@ -97,6 +109,35 @@ def test_a_cache_of_another_model_is_refused(make: Make) -> None:
     ],
     ids=str,
 )
+def test_a_field_that_is_set_makes_another_model(tmp_path: Path) -> None:
+    model = drt(1)
+    cache = model.read(tokens(60))
+    model.config.num_retrieved_chunks = 5
+    with pytest.raises(ValueError, match="past_key_values: "):
+        model(tokens(3), past_key_values=cache)
+    model.read(tokens(60)).save(tmp_path)
+    drt(1, num_retrieved_chunks=5).load_cache(tmp_path)
+    with pytest.raises(ValueError, match=r"another num_retrieved_chunks \(5, not 3\)"):
+        drt(1).load_cache(tmp_path)
+
+
+@pytest.mark.parametrize("prefill_chunk_size", [None, 1, 4])
+@pytest.mark.parametrize("make", [lambda: window_model(layer_types=MIXED), lambda: hsa(chunk_size=1)])
+def test_a_call_of_many_pieces_that_is_stopped_leaves_the_cache(
+    make: Make, prefill_chunk_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = make(), tokens(60)
+    cache = model.read(ids[:, :30])
+    with monkeypatch.context() as patch:
+        patch.setattr(model.lm_head, "forward", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(
+                ids[:, 30:42], past_key_values=cache, max_new_tokens=1, prefill_chunk_size=prefill_chunk_size
+            )
+    assert cache.get_seq_length() == 30
+    assert_same(logits_of(model, ids[:, 30:], past_key_values=cache), logits_of(model, ids)[:, 30:])
+
+
 def test_early_landmarks_of_another_shape_or_type_are_refused(close_chunk: Any, came: str) -> None:
     model, ids = drt(), tokens(5)
     cache = model.new_cache()

@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "without noise": {"groups": 2, "retrieval_noise": False, "retrieval_recency": 0.5},
     "keys of each layer": {"groups": 1, "memory_kv": "layer"},
     "checkpointed": {"groups": 2, "checkpointed": True},
+    "lower layers fixed": {"groups": 2, "landmarks_as_keys": False, "fixed": True, **BASE},
     "reference": {"groups": 2, "implementation": "reference"},
 }
 # by how many processes each is computed
@@ -50,13 +51,15 @@ LENGTH = 64  # of four stretches each is 4 chunks of 4 tokens, twice the window 
 
 def model_of(case: str) -> TrailmarkForCausalLM:
     options = dict(CASES[case])
-    checkpointed = options.pop("checkpointed", False)
+    checkpointed, fixed = options.pop("checkpointed", False), options.pop("fixed", False)
     if options.pop("model", "drt") == "window":
         model: TrailmarkForCausalLM = window_model(**options)
     else:
         model = drt(options.pop("groups"), **options)
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    for part in (model.lower_layers, model.embed_tokens) if fixed else ():
+        part.requires_grad_(False)
     return model.train()
 
 

@@ -373,6 +373,19 @@ def test_what_nothing_was_read_through_gets_zeros_as_gradient(model: Model, leng
     assert made.embed_tokens.weight.grad.abs().max() > 0
 
 
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("window", [2, 3, 6, 7, 8, 15])
+@pytest.mark.parametrize("size", [2, 4])
+def test_before_reading_is_where_the_first_token_reads(size: int, window: int, hidden: bool) -> None:
+    fields: dict[str, Any] = {"chunk_size": size, "sliding_window": window, "landmarks_as_keys": not hidden}
+    model = drt(1, exclude_visible_chunks=True, **fields)
+    nothing = drt(1, num_retrieved_chunks=0, exclude_visible_chunks=True, **fields)
+    nothing.load_state_dict(model.state_dict(), strict=False)
+    ids = tokens(60)
+    differ = (logits_of(model, ids) - logits_of(nothing, ids)).abs().amax(-1)[0] > 1e-9
+    assert int(differ.nonzero()[0]) == model.before_reading().tokens
+
+
 @pytest.mark.parametrize("make", [drt, window_model, landmark, hsa])
 def test_a_cache_is_refused_in_training(make: Callable[..., TrailmarkForCausalLM]) -> None:
     model = make().train()

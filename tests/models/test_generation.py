@@ -14,7 +14,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    SuppressTokensLogitsProcessor,
+    TextIteratorStreamer,
+    TextStreamer,
+)
 
 from tests.budgets import assert_within_budget
 from tests.models.tiny import (
@@ -306,6 +313,17 @@ def test_questions_of_unequal_length_after_one_text(side: str) -> None:
 def test_generation_without_a_cache_is_refused() -> None:
     with pytest.raises(ValueError, match="use_cache: expected True, got False"):
         drt(2).generate(tokens(5), use_cache=False)
+
+
+def test_arguments_stand_where_those_of_transformers_do() -> None:
+    model, ids = drt(2), tokens(5)
+    config = GenerationConfig(max_new_tokens=4, do_sample=False)
+    processors = LogitsProcessorList([SuppressTokensLogitsProcessor(range(20))])
+    with torch.no_grad():
+        found = model.generate(ids, config, processors)
+        named = model.generate(input_ids=ids, logits_processor=processors, max_new_tokens=4, do_sample=False)
+    assert torch.equal(found, named)
+    assert found[0, 5:].min() >= 20
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,21 @@ def test_mixed_windows_keep_what_their_layers_see() -> None:
     assert model.config.with_fewer_layers(1) is model.config
 
 
+@pytest.mark.parametrize(
+    ("make", "layers", "kind"),
+    [
+        (window_model, 6, "sliding_attention"),
+        (window_model, 6, "full_attention"),
+        (drt, 8, "sliding_attention"),
+    ],
+)
+def test_layers_of_one_kind_may_be_fewer(make: Callable[..., Any], layers: int, kind: str) -> None:
+    config = make(num_hidden_layers=layers, layer_types=[kind] * layers).config
+    fewer = config.with_fewer_layers(1)
+    assert fewer.num_hidden_layers < layers
+    assert fewer.layer_types == [kind] * fewer.num_hidden_layers
+
+
 def test_a_saved_window_of_another_layer_s_size_is_refused(tmp_path: Path) -> None:
     model = MADE["window"]()
     cache = model.new_cache()

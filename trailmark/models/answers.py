@@ -275,7 +275,7 @@ class ModelAnswers:
         S, visible = config.chunk_size, getattr(config, "first_visible", None)
         count = 2
         if visible is not None:
-            count = max(2, (1 - visible) // (S + config.counts_landmarks) + 1)
+            count = max(2, (int(not config.hides_landmarks) - visible) // (S + config.counts_landmarks) + 1)
         words = f"two chunks of {S} tokens"
         if count > 2:
             words = f"{count:,} chunks of {S} tokens (exclude_visible_chunks: none that its window shows)"

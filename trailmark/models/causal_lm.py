@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -75,6 +74,7 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
     compiles: ClassVar[bool] = True
     """Whether ``torch.compile`` makes a graph of a plain call; else it runs uncompiled."""
     context_parallel: ContextParallel | None = None
+    _known_arithmetic: tuple[tuple[Any, ...], CacheKey] | None = None  # by the fields of when it was found
     """The processes that share each text (:func:`trailmark.models.context_parallel.share_texts`); None: none do."""
     embedder: ChunkEmbedder | None = None
     """What finds chunks for a model with ``retriever="encoder"``; set by who has the text's tokenizer."""
@@ -228,15 +228,14 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         expected: str | None = getattr(self.config, "embedder_fingerprint", None)
         return (*self._arithmetic, ("embedder", expect_embedder(self.embedder, expected).fingerprint))
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers does it; caches that were made before are those of another model."""
-        found = super().resize_token_embeddings(*args, **kwargs)
-        self.__dict__.pop("_arithmetic", None)
-        return found
-
-    @cached_property
+    @property
     def _arithmetic(self) -> CacheKey:
-        return (("model_type", self.config.model_type), *self.config.arithmetic_fields())
+        """Known until a field is set: caches that were made before are those of another model then."""
+        now = tuple(vars(self.config).values())
+        if self._known_arithmetic is None or self._known_arithmetic[0] != now:
+            key = (("model_type", self.config.model_type), *self.config.arithmetic_fields())
+            self._known_arithmetic = now, key
+        return self._known_arithmetic[1]
 
     # --- the interface of transformers --------------------------------------------------------------------
 
@@ -617,7 +616,8 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
         None: as many as :meth:`read` takes at a time.
         """
         size, num_tokens = self._piece_size(), _READ_TOKENS if num_tokens is None else num_tokens
-        return max(1, num_tokens // size) * size
+        # a single position is written into its layers' rings, which a call that is stopped can take back once
+        return max(1 if size > 1 else 2, num_tokens // size) * size
 
     def _piece_size(self) -> int:
         return getattr(self.config, "chunk_size", 1)

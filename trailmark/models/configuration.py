@@ -422,9 +422,11 @@ class LayeredConfig(TrailmarkConfig):
     def with_fewer_layers(self, count: int) -> Self:
         """Two groups stay."""
         groups, lower = min(self.num_retrieval_groups, 2), min(self.num_lower_layers, count)
+        layers, kinds = lower + groups * min(self.layers_per_group, count), self.layer_types
         return with_fields(
             self,
-            num_hidden_layers=lower + groups * min(self.layers_per_group, count),
+            num_hidden_layers=layers,
+            layer_types=None if kinds is None else kinds[:layers],
             num_lower_layers=lower,
             num_retrieval_groups=groups,
             num_encoder_layers=min(self.num_encoder_layers, count),

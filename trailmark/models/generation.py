@@ -39,10 +39,31 @@ class _Finite(LogitsProcessor):
         return scores
 
 
+_TOKENS = "which returns tokens. Call the model itself"
+_CHUNKS = "which goes on with a cache: there the model finds chunks by itself, or with its embedder (model.embedder)"
+_NOT_GENERATED = {
+    "document_ids": "which continues one text per row. Pass each document as a row, padded with attention_mask",
+    "neighbours": _CHUNKS,
+    "neighbour_scores": _CHUNKS,
+    "output_retrieval": f"{_TOKENS}: model(ids, past_key_values=cache, output_retrieval=True)",
+    **dict.fromkeys(
+        ("labels", "logits_at", "logits_to_keep", "noise_seed", "output_retrieval_scores", "bearing"), _TOKENS
+    ),
+}
+"""Arguments that ``generate`` would pass over, and what to do without them."""
+
+
 class ChunkGenerationMixin(GenerationMixin):  # transformers knows what can generate by the end of this name
     """Generation that always goes on with a cache from ``new_cache``; for a PreTrainedModel."""
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: Any = None,
+        logits_processor: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """transformers' ``generate``, always with a cache.
 
         ``close_chunk=True`` (the default) ends the prompt with a landmark, so that a question retrieves for
@@ -50,8 +71,8 @@ class ChunkGenerationMixin(GenerationMixin):  # transformers knows what can gene
         several prompts or continuations (``num_beams``, ``num_return_sequences``) after one text go on in
         branches, and the cache given stays as it is.
         """
-        given = {"input_ids": args[0]} if args else {}
-        given |= {name: kwargs[name] for name in ("input_ids", "inputs", "attention_mask") if name in kwargs}
+        given = {} if inputs is None else {"inputs": inputs}
+        given |= {name: kwargs[name] for name in ("input_ids", "attention_mask") if name in kwargs}
         check_tensors(**given)
         for name, ids in given.items():
             if ids is not None and ids.dim() != 2:
@@ -61,42 +82,17 @@ class ChunkGenerationMixin(GenerationMixin):  # transformers knows what can gene
             raise ValueError(
                 "use_cache: expected True, got False. Generation here re-reads the open chunk only."
             )
-        if kwargs.get("output_retrieval"):
-            raise ValueError(
-                "output_retrieval: expected False in generate, which returns tokens. "
-                "Call the model itself: model(ids, past_key_values=cache, output_retrieval=True)."
-            )
-        if kwargs.get("document_ids") is not None:
-            raise ValueError(
-                "document_ids: expected none in generate: what is generated continues one text per row. "
-                "Pass each document as a row, padded with attention_mask."
-            )
-        for name in (
-            "labels",
-            "logits_at",
-            "logits_to_keep",
-            "noise_seed",
-            "output_retrieval_scores",
-            "bearing",
-        ):
+        for name, why in _NOT_GENERATED.items():
             if (came := kwargs.get(name)) is not None and came is not False:
-                raise ValueError(
-                    f"{name}: expected none in generate, which returns tokens. Call the model itself."
-                )
+                raise ValueError(f"{name}: expected none in generate, {why}.")
         if isinstance(kwargs.get("close_chunk"), Tensor):
             raise ValueError(
                 "close_chunk: expected True or False in generate, got a tensor. Read the text with its landmarks by "
                 "the model itself first (close_chunk, use_cache=True), and pass its cache."
             )
-        for name in ("neighbours", "neighbour_scores"):
-            if kwargs.get(name) is not None:
-                raise ValueError(
-                    f"{name}: expected none in generate, which goes on with a cache: there the model finds chunks by "
-                    "itself, or with its embedder (model.embedder)."
-                )
         kwargs["use_cache"] = True
-        kwargs["logits_processor"] = LogitsProcessorList([_Finite(), *(kwargs.get("logits_processor") or ())])
-        return super().generate(*args, **kwargs)
+        processors = LogitsProcessorList([_Finite(), *(logits_processor or ())])
+        return super().generate(inputs, generation_config, processors, *args, **kwargs)
 
     def _prepare_cache_for_generation(
         self,

@@ -495,7 +495,7 @@ class WindowLayer(GradientCheckpointingLayer):
     def forward(self, x: Tensor, place: Place, kept: Window | None = None) -> Tensor:
         if place.fixed_tokens:
             q, k, v = place.apart(self._heads, x).split(self.attention.sizes, dim=-2)
-            return place.apart(self._after, x, self.attention.attend(q, k, v, place))
+            return place.apart(self._after, x, self.attention.attend(q, k, v, place, kept))
         x = x + self.attention(self.attention_norm(x), place, kept)
         return x + self.mlp(self.mlp_norm(x))
 

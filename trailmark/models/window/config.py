@@ -31,4 +31,7 @@ class SlidingWindowConfig(TrailmarkConfig):
     def with_fewer_layers(self, count: int) -> Self:
         if len(set(self.windows)) > 1:
             return self  # layers of both kinds stand between each other
-        return with_fields(self, num_hidden_layers=min(self.num_hidden_layers, count))
+        layers, kinds = min(self.num_hidden_layers, count), self.layer_types
+        return with_fields(
+            self, num_hidden_layers=layers, layer_types=None if kinds is None else kinds[:layers]
+        )
