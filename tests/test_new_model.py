@@ -142,5 +142,16 @@ def test_a_name_that_is_taken_is_refused() -> None:
         ValueError, match="config_class: expected a model_type that is not taken, got 'gated'"
     ):
         register(GatedConfig, Other)
+
+    class Another(DRTConfig):
+        """Whose short name is that of the DRT."""
+
+        model_type = "drt"
+
+    class AnotherModel(DRTForCausalLM):
+        config_class = Another
+
+    with pytest.raises(ValueError, match=r"config_class: .* not taken, got 'drt', which DRTForCausalLM has"):
+        register(Another, AnotherModel)
     with pytest.raises(ValueError, match="model_class: expected one whose config_class is DRTConfig"):
         register(DRTConfig, GatedForCausalLM)

@@ -68,10 +68,10 @@ def write_json(path: Path, content: Any, durable: bool = False) -> None:
     write_text(path, json.dumps(content, indent=1) + "\n", durable)
 
 
-def read_json(path: Path) -> Any:
-    """The content of a file, or None where there is no readable JSON in a regular file."""
+def read_json(path: Path, links: bool = False) -> Any:
+    """The content of a file, or None where there is no readable JSON in a regular file; ``links`` are followed."""
     try:
-        return untrusted.read_json(path, path.name, finite=False)
+        return untrusted.read_json(path, path.name, finite=False, links=links)
     except (OSError, ValueError):
         return None
 

@@ -98,17 +98,6 @@ def test_a_cache_of_another_model_is_refused(make: Make) -> None:
                 call()
 
 
-@pytest.mark.parametrize(
-    ("close_chunk", "came"),
-    [
-        (torch.ones(1, 4, dtype=torch.bool), r"torch.bool of \(1, 4\)"),
-        (torch.ones(5, dtype=torch.bool), r"torch.bool of \(5,\)"),
-        (torch.ones(1, 5), r"torch.float32 of \(1, 5\)"),
-        ([[True] * 5], "list"),
-        (1, "int"),
-    ],
-    ids=str,
-)
 def test_a_field_that_is_set_makes_another_model(tmp_path: Path) -> None:
     model = drt(1)
     cache = model.read(tokens(60))
@@ -138,6 +127,17 @@ def test_a_call_of_many_pieces_that_is_stopped_leaves_the_cache(
     assert_same(logits_of(model, ids[:, 30:], past_key_values=cache), logits_of(model, ids)[:, 30:])
 
 
+@pytest.mark.parametrize(
+    ("close_chunk", "came"),
+    [
+        (torch.ones(1, 4, dtype=torch.bool), r"torch.bool of \(1, 4\)"),
+        (torch.ones(5, dtype=torch.bool), r"torch.bool of \(5,\)"),
+        (torch.ones(1, 5), r"torch.float32 of \(1, 5\)"),
+        ([[True] * 5], "list"),
+        (1, "int"),
+    ],
+    ids=str,
+)
 def test_early_landmarks_of_another_shape_or_type_are_refused(close_chunk: Any, came: str) -> None:
     model, ids = drt(), tokens(5)
     cache = model.new_cache()
@@ -177,6 +177,14 @@ def test_a_tuple_on_request() -> None:
     out = model(ids, labels=ids)
     assert torch.equal(loss, out.loss)
     assert torch.equal(logits, out.logits)
+
+
+def test_logits_after_no_token_at_all() -> None:
+    model, ids = drt(1), tokens(9, batch=2)
+    none = torch.zeros(2, 0, dtype=torch.int64)
+    assert model(ids, logits_at=none).logits.shape == (2, 0, model.config.vocab_size)
+    bearing = BearingTokens(none, none.float(), torch.tensor(1.0), 4)
+    assert float(model(ids, logits_at=none, bearing=bearing).loss) == 0
 
 
 def test_logits_to_keep_with_labels_is_refused() -> None:

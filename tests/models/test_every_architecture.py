@@ -223,6 +223,10 @@ def test_encoding_chunks_alone_is_reading_them(model: Model) -> None:
             assert_same(ours, read[:, first:])
     with pytest.raises(ValueError, match="input_ids: expected whole chunks of 4 tokens, got 6"):
         made.encode(ids[:, :6])
+    with pytest.raises(ValueError, match="input_ids: expected tokens from 0 to "):
+        made.encode(ids[:, :S], torch.full((1, S), made.config.vocab_size))
+    with pytest.raises(ValueError, match="first_chunk: expected a whole number of at least 0, got -1"):
+        made.encode(ids[:, :S], ids[:, :S], first_chunk=-1)
 
 
 # --- causality ---------------------------------------------------------------------------------------------

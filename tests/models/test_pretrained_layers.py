@@ -6,6 +6,7 @@ Random weights in float64, mapped by hand. The models as a whole are tested wher
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 

@@ -38,7 +38,10 @@ class ContextParallel:
         self._known: set[tuple[int, int]] = set()
 
     def expect_alike(self, x: Tensor) -> None:
-        """Raise a ValueError in all processes where x [B, P, ...] of some has another B or P; asked once of each."""
+        """Raise a ValueError in all processes where x [B, P, ...] of some has another B or P.
+
+        They ask at the first call of a shape, for an answer waits for the device: later ones are taken to be alike.
+        """
         shape = x.shape[0], x.shape[1]
         if shape in self._known:
             return

@@ -11,7 +11,7 @@ from torch import Tensor
 from trailmark.memory import ChunkCache, MemoryEntries
 from trailmark.memory.encoding import Chunks, smallest_dtype
 from trailmark.memory.tiers.records import RecordLayout
-from trailmark.models.arguments import check_tokens
+from trailmark.models.arguments import check_count, check_tokens
 from trailmark.models.grid import Grid, Layouts
 from trailmark.models.step import Step
 
@@ -48,8 +48,10 @@ class EncodingMixin:
             NotImplementedError: a model that keeps no chunks that could be encoded by themselves.
         """
         check_tokens(input_ids, self.config.vocab_size)
+        check_count("first_chunk", first_chunk, 0, "Chunks are counted from 0.")
         size = getattr(self.config, "chunk_size", 1)
         ids = input_ids if before is None else torch.cat([before, input_ids], dim=1)
+        check_tokens(ids, self.config.vocab_size)
         skipped = ids.shape[1] - input_ids.shape[1]
         if ids.shape[1] % size or skipped % size:
             raise ValueError(

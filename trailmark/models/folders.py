@@ -73,13 +73,16 @@ class FolderMixin(PreTrainedModel):
                 given, as checkpoints within a training are saved.
         """
         folder = Path(save_directory)
-        own_card = Saving(self.name_or_path, self.config, self.num_parameters(), folder)
+        writes = state_dict is None if card is None else card
+        own_card = None
+        if is_main_process and (writes or push_to_hub):  # it reads all weights of where the model came from
+            own_card = Saving(self.name_or_path, self.config, self.num_parameters(), folder)
         upload = {name: kwargs.pop(name) for name in UPLOAD if name in kwargs}
         save: Any = super().save_pretrained
         save(folder, is_main_process, state_dict, False, *args, **kwargs)
-        if is_main_process and (state_dict is None if card is None else card):
+        if own_card is not None and writes:
             own_card.write()
-        if is_main_process and push_to_hub:
+        if own_card is not None and push_to_hub:
             upload = {"repo_id": folder.name, "tags": self.model_tags, "token": kwargs.get("token")} | upload
             own_card.upload(lambda to: save(to, True, state_dict, False, *args, **kwargs), **upload)
 

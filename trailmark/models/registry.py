@@ -35,9 +35,10 @@ def register(config_class: type[TrailmarkConfig], model_class: type[TrailmarkFor
             f"model_class: expected one whose config_class is {config_class.__name__}, {model_class.__name__} has "
             f"{model_class.config_class.__name__}. Set config_class in its body."
         )
-    if MODELS.get(name, model_class) is not model_class:
+    taken = architectures().get(short_name(name), model_class)
+    if taken is not model_class:
         raise ValueError(
-            f"config_class: expected a model_type that is not taken, got {name!r}, which {MODELS[name].__name__} has. "
+            f"config_class: expected a model_type that is not taken, got {name!r}, which {taken.__name__} has. "
             "Choose another model_type."
         )
     AutoConfig.register(name, config_class, exist_ok=True)

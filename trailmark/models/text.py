@@ -202,4 +202,6 @@ def at_columns(states: Tensor, columns: Tensor) -> Tensor:
     """Of states [B, T, E] those of some columns [B, n] of each row: [B, n, E]."""
     B, T = states.shape[:2]
     row = torch.arange(B, device=columns.device)[:, None] * T
-    return states.flatten(0, 1).index_select(0, (row + columns).flatten()).view(*columns.shape, -1)
+    return (
+        states.flatten(0, 1).index_select(0, (row + columns).flatten()).view(*columns.shape, states.shape[2])
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -261,6 +262,36 @@ def test_no_card_where_none_was_wanted(run: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(f"[nop]/{README}"))
     model.save_pretrained(tmp_path / "q", state_dict=model.state_dict(), card=True)
     assert (tmp_path / "q" / README).exists()
+
+
+def test_a_card_costs_a_checkpoint_nothing_and_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    drt().save_pretrained(tmp_path / "base")
+    model, hashed = DRTForCausalLM.from_pretrained(tmp_path / "base"), list[Path]()
+    weights_sha256 = card_files.weights_sha256
+    monkeypatch.setattr(
+        card_files, "weights_sha256", lambda path: hashed.append(path) or weights_sha256(path)
+    )
+    model.save_pretrained(tmp_path / "a", state_dict=model.state_dict())
+    model.save_pretrained(tmp_path / "a", is_main_process=False)
+    assert not hashed
+    (tmp_path / "base" / "model.safetensors").unlink()
+    (tmp_path / "base" / "model.safetensors").symlink_to(tmp_path / "gone")
+    model.save_pretrained(tmp_path / "b")
+    assert (tmp_path / "b" / "model.safetensors").is_file()
+    assert (tmp_path / "b" / "README.md").is_file()
+    assert "README.md cannot be written" in caplog.text
+
+
+def test_a_pipe_that_is_called_as_a_card_hangs_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(tmp_path / "README.md")
+    drt().save_pretrained(tmp_path)
+    card_files.refresh_card(tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+    assert caplog.text.count("expected a regular file") == 2
 
 
 def test_a_card_changes_nothing_for_a_run_and_its_checkpoints(run: Path) -> None:

@@ -62,3 +62,38 @@ def test_a_model_of_ours_needs_the_length_of_its_training(tmp_path: Path) -> Non
     with in_float64(), torch.no_grad():
         back = AutoModelForCausalLM.from_pretrained(tmp_path / "back").double().eval()
         assert_same(logits_of(ours, ids(60)), back(ids(60)).logits)
+
+
+def test_layers_that_all_see_everything_have_no_window_as_mistrals(tmp_path: Path) -> None:
+    theirs = made("llama")
+    kinds = ["full_attention"] * theirs.config.num_hidden_layers
+    fields = ("sliding_window=4", "num_sinks=0", f"layer_types={kinds}".replace("'", ""))
+    ours = converted(save(theirs, tmp_path / "base"), tmp_path / "ours", "sliding_window", *fields)
+    convert(model=str(tmp_path / "ours"), output=tmp_path / "back", to="mistral")
+    with in_float64(), torch.no_grad():
+        back = AutoModelForCausalLM.from_pretrained(tmp_path / "back").double().eval()
+        assert back.config.sliding_window is None
+        assert_same(back(ids(60)).logits, logits_of(ours, ids(60)))
+
+
+def test_a_folder_of_links_is_the_folder_that_they_lead_to(tmp_path: Path) -> None:
+    """As the hub's cache has it."""
+    converted(
+        save(made("llama"), tmp_path / "base"),
+        tmp_path / "ours",
+        "sliding_window",
+        "num_sinks=0",
+        "sliding_window=null",
+    )
+    (tmp_path / "links").mkdir()
+    for path in (tmp_path / "ours").iterdir():
+        (tmp_path / "links" / path.name).symlink_to(path)
+    convert(model=str(tmp_path / "links"), output=tmp_path / "back", to="llama")
+    convert(
+        model=str(tmp_path / "links"),
+        output=tmp_path / "window",
+        to="sliding_window",
+        fields=("sliding_window=9",),
+    )
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "back"))
+    assert all(torch.equal(x, after[key]) for key, x in before.items())

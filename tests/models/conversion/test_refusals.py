@@ -47,6 +47,27 @@ def refused(base: Path, message: str, to: str = "drt", *fields: str) -> None:
     assert [path.name for path in base.parent.iterdir()] == [base.name]
 
 
+@pytest.mark.parametrize("fields", [(), ("reading=windows",)])
+@pytest.mark.parametrize("to", ["hils", "drt", "hsa"])
+def test_a_model_that_retrieves_has_a_window(base: Path, to: str, fields: tuple[str, ...]) -> None:
+    refused(
+        base,
+        "^sliding_window: expected a number of positions",
+        to,
+        "sliding_window=null",
+        *fields if to == "hils" else (),
+    )
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_output_that_is_a_link_is_refused(base: Path, tmp_path: Path, there: bool) -> None:
+    if there:
+        (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    with pytest.raises(ValueError, match=r"^output: expected a new folder, .*link' is there already"):
+        convert(model=str(base), output=tmp_path / "link", to="drt")
+
+
 ROPE = {"rope_theta": 500.0, "rope_type": "default"}
 
 

@@ -150,6 +150,7 @@ def read_mark(text: str) -> Mark | None:
 def _read_text(path: Path) -> str | None:
     """The text; None: no file. What is not UTF-8 is read as something that is not ours."""
     try:
+        untrusted.expect_regular(path, "model", links=True)
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None
@@ -180,8 +181,10 @@ class Saving:
     ) -> None:
         self.config, self.parameters, self.folder = config, parameters, folder
         origin = Path(name_or_path) if name_or_path and Path(name_or_path).is_dir() else None
-        self.known = Known() if origin is None else read_known(origin)
-        self.origin_weights = None if origin is None else weights_sha256(origin)
+        self.known, self.origin_weights = Known(), None
+        with _warned_of(README if folder is None else folder / README):
+            if origin is not None:
+                self.known, self.origin_weights = read_known(origin), weights_sha256(origin)
 
     def text(self, weights: str | None, name: str, tags: Sequence[str] = ()) -> str:
         """The card of the weights that were saved."""
@@ -334,7 +337,7 @@ def refresh_card(folder: Path, history: dict[str, Any] | None = None) -> bool:
 
 
 @contextmanager
-def _warned_of(path: Path) -> Iterator[None]:
+def _warned_of(path: str | Path) -> Iterator[None]:
     """Where no card can be made a warning says why, whatever lies there: it is not worth the work that is done."""
     try:
         yield

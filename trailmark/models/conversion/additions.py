@@ -89,7 +89,7 @@ class Additions:
         """
         if (folder / ADDITIONS).exists():
             return cls.read(folder / ADDITIONS)
-        record = read_json(folder / CONVERSION)
+        record = read_json(folder / CONVERSION, links=True)
         record = record if isinstance(record, dict) else {}
         base, named, counts = record.get("base"), record.get("dtype"), record.get("parameters")
         dtype = NAMED.get(named) if isinstance(named, str) else None

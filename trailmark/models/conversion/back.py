@@ -47,7 +47,7 @@ def theirs(config: Any, to: str, given: Mapping[str, Any], trained_length: int |
         )
     fields: dict[str, Any] = {}
     if to == "mistral":
-        fields["sliding_window"] = config.sliding_window
+        fields["sliding_window"] = config.windows[0]  # that of all its layers, whatever they are called
     if to in ("qwen2", "qwen3") and config.sliding_window is not None:
         kinds = layer_kinds(config.windows)
         fields |= {"use_sliding_window": True, "sliding_window": config.sliding_window, "layer_types": kinds}

@@ -190,7 +190,7 @@ def _forth(asked: _Asked) -> _Work:
     }  # fmt: skip
     if left_out:
         about["tokens_left_out"] = left_out
-    if base.ours is not None and (before := report.origin(read_json(base.folder / CONVERSION))):
+    if base.ours is not None and (before := report.origin(read_json(base.folder / CONVERSION, links=True))):
         about["of"] = before
     record = _record(asked, about, tensors, dtype, config, rows)
     return _Work(
@@ -209,7 +209,7 @@ def _back(asked: _Asked) -> _Work:
     config, name = pretrained.load_config(folder, ARGUMENT), folder.resolve().name
     pretrained.expect_safetensors(folder, ARGUMENT)
     given = dict(parse_override("fields", text) for text in asked.fields)
-    length = base_length(read_json(folder / CONVERSION))
+    length = base_length(read_json(folder / CONVERSION, links=True))
     theirs = back.theirs(config, asked.to, given, length)
     tensors = SafetensorFiles(folder, name)
     pretrained.expect_fits(config, folder, ARGUMENT)
@@ -243,7 +243,7 @@ def _shapes(model: Any, parts: Parts) -> dict[str, tuple[int, ...]]:
 def expect_new(output: Path) -> None:
     """Raise a ValueError where a conversion cannot be written."""
     expect_place("output", output.parent)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    if output.is_symlink() or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
         raise ValueError(
             f"output: expected a new folder, {str(output)!r} is there already. Choose another one or remove it."
         )

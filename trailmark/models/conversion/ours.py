@@ -23,7 +23,7 @@ _CARRIED = "num_sinks", "sliding_window", "layer_types"  # a Base says these its
 
 def is_folder_of_ours(model: str) -> bool:
     """Whether it is a folder with a model of ours that has a window alone."""
-    found = read_json(Path(model) / "config.json")
+    found = read_json(Path(model) / "config.json", links=True)
     return isinstance(found, dict) and found.get("model_type") == SlidingWindowConfig.model_type
 
 
@@ -69,7 +69,7 @@ def as_base(model: str) -> Base:
 
 def _trained_length(folder: Path, config: Any) -> int | None:
     """Of the base's texts: as its conversion said, before a training or after it; or as far as sinks may seem."""
-    length = base_length(read_json(folder / CONVERSION))
+    length = base_length(read_json(folder / CONVERSION, links=True))
     if length is None and (folder / ADDITIONS).exists():
         length = base_length({"base": Additions.read(folder / ADDITIONS).base})
     if length is None and config.num_sinks and config.max_sink_distance is not None:

@@ -120,10 +120,21 @@ def _grouped_fields(base: Base, given: Mapping[str, Any]) -> Fields:
     """Of a window below, and groups of upper layers that read."""
     layers, lower = base.config.num_hidden_layers, given.get("num_lower_layers")
     lower = layers // 2 if lower is None else lower
-    window = given.get("sliding_window", min([WINDOW, *(w for w in base.windows if w is not None)]))
-    _expect_seen(base, window)
+    window = _window(base, given, min([WINDOW, *(w for w in base.windows if w is not None)]))
     groups = _groups(layers - lower)
     return {"num_lower_layers": lower, "sliding_window": window, "num_retrieval_groups": groups}
+
+
+def _window(base: Base, given: Mapping[str, Any], usual: int) -> int:
+    """The window of a model that retrieves: what it shows needs no search."""
+    window = given.get("sliding_window", usual)
+    if window is None:
+        raise ValueError(
+            f"sliding_window: expected a number of positions in a model that retrieves, got null. {usual} would do; "
+            "--to sliding_window makes a model that sees all."
+        )
+    _expect_seen(base, window)
+    return int(window)
 
 
 def _groups(upper: int) -> int:
@@ -228,8 +239,7 @@ def _hils_fields(base: Base, given: Mapping[str, Any]) -> Fields:
             f"to: expected a base with layers that see all of a text, this {base.family} has a window of {min(own)} in "
             "each: none of them knows how to look back further. Convert another base, or to drt."
         )
-    window = given.get("sliding_window", min(own, default=WINDOW))
-    _expect_seen(base, window)
+    window = _window(base, given, min(own, default=WINDOW))
     _expect_layers(base, given)
     fields: Fields = {
         "sliding_window": window,

@@ -12,7 +12,11 @@ _PLACE = 8  # bytes of a chunk's number
 def landmark_cache_bytes(
     config: LandmarkConfig, prompt: int, generated: int, number: NumberBytes
 ) -> CacheBytes:
-    """The bytes by part: see :meth:`trailmark.models.answers.ModelAnswers.cache_bytes`."""
+    """The bytes by part: see :meth:`trailmark.models.answers.ModelAnswers.cache_bytes`.
+
+    Where the memory got its first chunk with the last token, and cells or heads choose, what that one will find is
+    counted already.
+    """
     S, k, D = config.chunk_size, config.num_retrieved_chunks, config.head_dim
     N, H, J = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
     chunks, slots, in_cell = _walk(config, prompt, generated)
