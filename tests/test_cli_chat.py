@@ -386,8 +386,8 @@ def test_a_text_that_is_gone_or_changed_is_told_by_its_tokens(
 def test_several_files_that_share_a_chunk(model: Path, tmp_path: Path, command: Command) -> None:
     texts = [prose(4, 21) + "\n", "河\n", prose(5, 40) + "\n"]
     files = [tmp_path / f"{number}.txt" for number in range(3)]
-    for file, text in zip(files, texts, strict=True):
-        file.write_text(text, encoding="utf-8")
+    for number, (file, text) in enumerate(zip(files, texts, strict=True)):
+        file.write_text(text, encoding="utf-8-sig" if number == 2 else "utf-8")  # a mark is no text
     assert command("read", model, *files, "--memory", tmp_path / "memory")[0] == 0
     subject = load(model)
     talk = Conversation(subject, tmp_path / "memory")
@@ -398,6 +398,8 @@ def test_several_files_that_share_a_chunk(model: Path, tmp_path: Path, command: 
         assert sum(p.tokens[1] - p.tokens[0] for p in passages) == min(S, total - chunk * S)
         for passage in passages:
             assert passage.text is not None
+            assert passage.bytes is not None
+            assert passage.path.read_bytes()[slice(*passage.bytes)] == passage.text.encode()
             told[passage.path.name] = told.get(passage.path.name, "") + passage.text
     assert [told[file.name] for file in files] == texts
     assert talk._passages.of(total // S + 1) == []

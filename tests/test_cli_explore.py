@@ -93,6 +93,20 @@ def test_a_page_from_a_text_a_memory_and_a_trace(folder: Path, tmp_path: Path, c
     assert left == {"page.html", "trace.jsonl", "memory.html", "trace.html"}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_page_from_a_memory_of_tokens(dtype: str, folder: Path, tmp_path: Path, command: Command) -> None:
+    options = ("--memory-tier", "tokens", "--memory-dtype", dtype)
+    assert (
+        command("read", folder / "drt", folder / "book.txt", "--memory", tmp_path / "memory", *options)[0]
+        == 0
+    )
+    page = tmp_path / "page.html"
+    code, _, err = command("explore", folder / "drt", "--memory", tmp_path / "memory", "-o", page)
+    assert (code, page.is_file()) == (0, True), err
+    _, arrays = of_a_page(page.read_text(encoding="utf-8"))
+    assert "".join(token_texts(arrays)) == TEXT
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -90,6 +90,7 @@ class _Kept(Settings):
     steps: dict[str, int] | None
     training: dict[str, dict[str, Any]]
     results: list[dict[str, Any]]
+    measured_seconds_per_step: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,6 +98,8 @@ class _Kept(Settings):
             raise ValueError(
                 f"steps: expected a number of each of {', '.join(STEPS)}, got {brief(self.steps)}."
             )
+        if self.steps is not None and set(self.measured_seconds_per_step or {}) != set(STEPS):
+            raise ValueError(f"measured_seconds_per_step: expected a number of each of {', '.join(STEPS)}.")
         for result in self.results:
             from_file(_Result, result)
 

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 from tests.models.tiny import drt
 from trailmark.data.corpus import load_tokenizer
 from trailmark.data.needles.curriculum_texts import CURRICULUM
-from trailmark.evaluation.subject import Subject, expect_model, load, names_of
+from trailmark.evaluation.subject import Subject, expect_model, load, names_of, task_of
 
 BYTES = load_tokenizer()
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -77,6 +77,13 @@ def test_no_weight_is_drawn_at_random(models: Path) -> None:
     for any_model in (False, True):
         with pytest.raises(ValueError, match="missing ones"):
             load(models / "ours", any_model=any_model)
+
+
+def test_the_demos_model_was_trained_for_needles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert task_of(Path("demo")) == load(Path("demo")).task == "needles"
+    Path("demo").mkdir()  # a folder of one's own
+    assert task_of(Path("demo")) is None
 
 
 def test_what_it_was_trained_for(models: Path) -> None:

@@ -99,6 +99,13 @@ def test_fields_that_were_set_are_part_of_the_name(tmp_path: Path) -> None:
     assert labels(collect([tmp_path])) == ["drt", "drt (num_retrieved_chunks=4)"]
 
 
+def test_precisions_are_told_apart(tmp_path: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        model = runs.identity("drt", "/nowhere/drt") | {"dtype": dtype}
+        runs.record(tmp_path / dtype, "needles", [runs.needle(1024)], model)
+    assert labels(collect([tmp_path])) == ["drt (bfloat16)", "drt (float32)"]
+
+
 def test_equal_weights_in_a_copied_folder_are_one_model(tmp_path: Path) -> None:
     for place in ("1", "2"):
         model = runs.identity("drt", f"/{place}/drt")
@@ -228,3 +235,11 @@ def test_generations_are_those_of_the_result_and_broken_lines_are_passed_over(tm
         file.write('{"id": "needles0", "gener')
     told = [[line["generated"] for line in written] for _, written in generations(collect([path]).results)]
     assert told == [["0", "2", "4"], ["1", "3", "5"]]
+    # beside those of another model, which lie under a name of their own
+    for kind in ("json", "generations.jsonl"):
+        path.with_name(f"needles.{kind}").rename(path.with_name(f"needles-12345678.{kind}"))
+    runs.record(tmp_path, "needles", [runs.needle(1024)], lines=[{"id": "needles0", "generated": "other"}])
+    told = [
+        [line["generated"] for line in written] for _, written in generations(collect([tmp_path]).results)
+    ]
+    assert sorted(told) == [["0", "2", "4"], ["1", "3", "5"], ["other"]]

@@ -338,6 +338,16 @@ def test_two_readings_do_not_write_one_trace(subject: Subject, books: list[Path]
     assert (tmp_path / "trace").read_bytes() == content
 
 
+def test_one_reading_after_the_other_in_one_process(
+    subject: Subject, books: list[Path], tmp_path: Path
+) -> None:
+    for book in books:
+        with Reader(subject, tmp_path / "memory", trace=tmp_path / "trace") as reader:
+            reader.read(book)
+    read(subject, tmp_path / "at once", books)
+    assert outcome(tmp_path) == outcome(tmp_path / "at once")
+
+
 @pytest.mark.slow
 def test_what_a_killed_reading_wrote_too_much_is_taken_back(
     subject: Subject, books: list[Path], tmp_path: Path

@@ -67,6 +67,7 @@ class Reader:
         self._take = take
         self._new = not folder.exists()
         self._held = saved.hold(folder)
+        self.trace: TraceFile | None = None
         try:
             if (folder / saved.MANIFEST).exists():
                 self.cache: ChunkCache = model.load_cache(folder, memory_tier)
@@ -75,7 +76,6 @@ class Reader:
             else:
                 self.cache = model.new_cache(memory_tier, memory_folder=folder, memory_dtype=memory_dtype)
             sources_of(self.cache.notes, folder)
-            self.trace = None
             if trace is not None:
                 self.trace = TraceFile(trace, subject, self.cache, folder, memory_dtype)
         except BaseException:
@@ -88,6 +88,8 @@ class Reader:
 
     def close(self) -> None:
         """Let others write in the folder; one that was made, and in which nothing was written, is removed."""
+        if self.trace is not None:
+            self.trace.close()
         with contextlib.suppress(OSError):  # there is something in it
             if self._new:
                 self.folder.rmdir()

@@ -30,7 +30,7 @@ import transformers
 from trailmark import __version__
 from trailmark.evaluation.suite import suites
 from trailmark.evaluation.tables import card_table
-from trailmark.files import expect_writable, write_json, write_text
+from trailmark.files import expect_writable, lock, write_json, write_text
 from trailmark.models.card.files import config_sha256
 from trailmark.models.causal_lm import fingerprint
 from trailmark.processes import by_main, share_out
@@ -209,7 +209,8 @@ class Record:
         """No other process changes the files meanwhile: it takes milliseconds, and one waits for the other."""
         handle = os.open(self.path.parent, os.O_RDONLY)
         try:
-            with contextlib.suppress(OSError):  # some network file systems have no locks
+            if not lock(handle):
+                self._say(f"Another process writes in {self.path.parent}: this one waits for it.")
                 fcntl.flock(handle, fcntl.LOCK_EX)
             yield
         finally:
@@ -220,9 +221,10 @@ class Record:
         kept = self._of_this_suite(self.path) if self.path.exists() else None
         if kept is not None and _told_by(kept["model"]) != _told_by(self._model):
             aside = _free(self._aside(kept["model"]))
-            os.replace(self.path, aside)
+            # lines first: those of a result that is not known any more would be dropped after a kill
             if self.generations_path.exists():
                 os.replace(self.generations_path, _generations_of(aside))
+            os.replace(self.path, aside)
             self._say(
                 f"The {len(kept['results'])} results of another model in {self.path} are in {aside} now."
             )

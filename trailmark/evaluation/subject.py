@@ -167,8 +167,7 @@ def load(
         ValueError: none of ours, damaged, no weights for all of it, a change that its weights or the other fields do
             not allow, or an embedder that is not there or not the one that the model was trained with.
     """
-    if str(folder) == _DEMO_NAME and not folder.exists():
-        folder = _DEMO
+    folder = _meant(folder)
     on_disk = folder.exists() or not any_model
     if on_disk:
         _expect_folder(folder)
@@ -236,7 +235,12 @@ def generating_by(model: Any, config: GenerationConfig) -> Any:
 
 def task_of(path: Path) -> str | None:
     """As :attr:`Subject.task`, with nothing loaded."""
-    return _read_run(_run_folder(path) / "run.yaml").get("data", {}).get("task")
+    return _read_run(_run_folder(_meant(path)) / "run.yaml").get("data", {}).get("task")
+
+
+def _meant(folder: Path) -> Path:
+    """The folder of a model's name: of "demo", where there is none, that which comes with the package."""
+    return _DEMO if str(folder) == _DEMO_NAME and not folder.exists() else folder
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:

@@ -48,7 +48,7 @@ class Model:
     @property
     def key(self) -> tuple[str, ...]:
         known = self.weights or self.folder
-        return self.name, known, self.config or "", json.dumps(self.changes, sort_keys=True)
+        return self.name, known, self.config or "", self.dtype or "", json.dumps(self.changes, sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def generations(results: Sequence[Result]) -> Iterator[tuple[Result, list[dict[s
     """What the model wrote for each result, from the files beside their records, of which the first lines are read."""
     files: dict[Path, dict[Any, list[dict[str, Any]]]] = {}
     for result in results:
-        path = result.source.with_name(f"{result.suite}.generations.jsonl")
+        path = result.source.with_name(f"{result.source.stem}.generations.jsonl")
         if path not in files:
             files[path] = grouped(_lines(path), lambda line: str(line.get("id")))
         yield result, files[path].get(result.values.get("id"), [])
@@ -443,6 +443,9 @@ def _tell_apart(same: list[Model]) -> None:
             marks.append(f"weights {(model.weights or 'unknown')[:8]}")
         elif len({other.config for other in same}) > 1 and not any(other.changes for other in same):
             marks.append(f"configuration {(model.config or 'unknown')[:8]}")
+        beside = {other.dtype for other, theirs in zip(same, folders, strict=True) if theirs == parts}
+        if len(beside) > 1 and model.dtype is not None:
+            marks.append(model.dtype)
         marks += [f"{key}={value}" for key, value in model.changes.items()]
         if marks:
             model.label += f" ({', '.join(marks)})"

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -101,13 +102,21 @@ class TraceFile:
             raise ValueError(f"trace: expected a file, {str(path)!r} is a folder. Name a file in it.")
         self.path, self.folder = path, path.with_name(path.name + ".state")
         self._written: _Written
-        self._cache, self._memory = cache, memory
+        self._cache, self._memory, self._open = cache, memory, ExitStack()
         known = cache.notes.get("trace")
-        if known is None:
-            self.tracer = self._begin(subject, memory_dtype)
-        else:
-            self.tracer = self._go_on(subject, known)
-            self._mend()
+        try:
+            if known is None:
+                self.tracer = self._begin(subject, memory_dtype)
+            else:
+                self.tracer = self._go_on(subject, known)
+                self._mend()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let others write in the file."""
+        self._open.close()
 
     # --- as the text is read ---------------------------------------------------------------------------------
 
@@ -165,10 +174,9 @@ class TraceFile:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def _opened(self, flags: int = 0) -> BinaryIO:
-        """The file, as long as the reader; nobody else writes in it until then."""
-        file = os.fdopen(os.open(self.path, os.O_RDWR | flags, 0o666), "r+b")
+        """The file, until this is closed; nobody else writes in it until then."""
+        file = self._open.enter_context(os.fdopen(os.open(self.path, os.O_RDWR | flags, 0o666), "r+b"))
         if not lock(file.fileno()):
-            file.close()
             raise ValueError(
                 f"trace: another trailmark read is writing {str(self.path)!r}. Wait for it, or choose another --memory "
                 "and another --trace."

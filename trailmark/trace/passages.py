@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
@@ -43,8 +44,9 @@ class _File:
         self.path, self.first, self.count = Path(source["path"]), first, int(source["tokens"])
         self._source, self._begin = source, begin
         self.trouble: str | None = None
-        # bytes before each chunk that begins in it, then before what follows
-        self._starts: Integers | None = None
+        # bytes before its text, and before each chunk that begins in it, then before what follows
+        self._begins, self._starts = 0, np.zeros(0, np.int64)
+        self._looked = False
 
     def is_of(self, source: Mapping[str, Any], first: int) -> bool:
         """Whether it is the file of such a note, at such a place, and can be shown."""
@@ -53,12 +55,16 @@ class _File:
 
     def look(self, tokenizer: Any, chunk_size: int) -> None:
         """Find where its chunks begin, which takes reading it once."""
-        if self._starts is not None or self.trouble is not None:
+        if self._looked:
             return
-        digest, known, size = hashlib.sha256(), 0, 0
+        self._looked = True
+        digest, known = hashlib.sha256(), 0
         starts, parts, begin = -self.first % chunk_size, [], self._begin
         end: int | None = None
         try:
+            with open_regular(self.path, "memory", links=True) as file:
+                mark = file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8  # which is no text
+            size = self._begins = len(codecs.BOM_UTF8) if mark else 0
             for text in text_pieces(self.path):
                 tokens, places = _placed(text, tokenizer)
                 tokens = np.concatenate([np.asarray(begin, np.int32), tokens])
@@ -80,19 +86,18 @@ class _File:
         else:
             if known != self.count or digest.hexdigest() != self._source["sha256"]:
                 self.trouble = "has changed since it was read"
-        self._starts = np.append(
-            np.concatenate(parts or [np.zeros(0, np.int64)]), size if end is None else end
-        )
+            none = np.zeros(0, np.int64)
+            self._starts = np.append(np.concatenate(parts or [none]), size if end is None else end)
 
     def place(self, begin: int, stop: int, chunk_size: int) -> _Place:
         """That of tokens ``begin`` to ``stop`` of the memory, of one chunk, some of which are of this file."""
         low, high = max(begin - self.first, 0), min(stop - self.first, self.count)
-        if self.trouble is not None or self._starts is None:
+        if self.trouble is not None or not self._looked:
             return (low, high), None
         # chunks that begin in this file before this one
         number = (begin - (self.first + -self.first % chunk_size)) // chunk_size
         return (low, high), (
-            int(self._starts[number]) if begin >= self.first else 0,
+            int(self._starts[number]) if begin >= self.first else self._begins,
             int(self._starts[number + 1]),
         )
 

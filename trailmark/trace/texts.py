@@ -132,7 +132,7 @@ def trace_memory(
     expect_retrieval(subject)
     expect_choice(subject)
     cache = subject.model.load_cache(memory)
-    dtype = None if cache.memory.store is None else cache.memory.store.dtype
+    dtype, tier = cache.memory.dtype, "tokens" if cache.memory.keeps_tokens else "host"
     sources = sources_of(cache.notes, memory)
     if not sources or sum(source["tokens"] for source in sources) != cache.get_seq_length():
         raise ValueError(
@@ -152,7 +152,7 @@ def trace_memory(
         )
     limits = [source["tokens"] for source in sources]
     parts = _file_tokens(subject, paths, limits)
-    return trace_header(subject, dtype), _traced(subject, parts, progress, dtype)
+    return trace_header(subject, dtype), _traced(subject, parts, progress, dtype, tier)
 
 
 def _traced(
@@ -160,10 +160,11 @@ def _traced(
     parts: Iterator[tuple[Path | None, Tokens]],
     progress: Progress,
     memory_dtype: torch.dtype | None,
+    tier: str = "host",
 ) -> Iterator[Entry]:
     """Parts of files, each with the file's path where it is the first of one."""
     # on a GPU keys and values of a long text wait in RAM
-    tracer = Tracer(subject, subject.model.new_cache("host", memory_dtype=memory_dtype))
+    tracer = Tracer(subject, subject.model.new_cache(tier, memory_dtype=memory_dtype))
     for path, tokens in parts:
         source = None if path is None else source_of(path, tracer.moment.tokens)
         for piece in tracer.pieces(tokens):

@@ -15,6 +15,7 @@ from tests.models.tiny import drt, hsa
 from tests.training.tiny import prose
 from trailmark.byte_tokenizer import ByteTokenizer
 from trailmark.evaluation.subject import Subject
+from trailmark.evaluation.yardsticks import formats
 from trailmark.evaluation.yardsticks.formats import FORMATS, Extent, Question, questions_of
 from trailmark.evaluation.yardsticks.run import run
 from trailmark.evaluation.yardsticks.suite import BENCHMARKS, YardstickSettings
@@ -196,3 +197,10 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         ValueError, match=r"^data: expected the fields of longbench-v2 .*rows without 'choice_A'"
     ):
         questions_of("longbench-v2", tmp_path, ALL)
+
+
+@pytest.mark.parametrize("letter", ["\u2028", "\x85"])
+def test_a_line_of_json_ends_at_its_line_end(letter: str, tmp_path: Path) -> None:
+    row = {"input": f"a{letter}b", "question": "q", "target": "t"}
+    (tmp_path / "0k.json").write_text(f"{json.dumps(row, ensure_ascii=False)}\n" * 2, encoding="utf-8")
+    assert formats._rows(tmp_path / "0k.json") == [row, row]

@@ -142,6 +142,7 @@ def _tiles(rows: Sequence[Row]) -> list[Tile]:
     ]
 
 
+_MULTIPLE = "as a multiple of that of the model with a window alone, or of the first that is named"
 _GENERATING = (
     Column("prompt", "prompt", ",d"),
     Column("tier", "tier", text=True),
@@ -156,7 +157,12 @@ _BYTES = (
     Column("on the device", "device_bytes", "bytes"),
     Column("on the device, formula", "formula_device_bytes", "bytes", on=("page",)),
     Column("peak memory", "peak_bytes", "bytes"),
-    Column("memory", "memory_ratio", "times", about="as a multiple of the model's with a window alone"),
+    Column(
+        "memory",
+        "memory_ratio",
+        "times",
+        about=_MULTIPLE,
+    ),
     Column("cache, measured", "cache_bytes", "bytes"),
     Column("cache, formula", "formula_bytes", "bytes"),
     Column("paper's formula", "paper_formula_bytes", "bytes", on=("page",)),
@@ -194,7 +200,12 @@ SUITE = register(
             Column("architecture", "architecture", on=("page",), text=True),
             *_GENERATING,
             *_TRAINING,
-            Column("time", "time_ratio", "times", about="as a multiple of the model's with a window alone"),
+            Column(
+                "time",
+                "time_ratio",
+                "times",
+                about=_MULTIPLE,
+            ),
             Column("quartiles, time", lambda row: row.get("time_ratio_quartiles"), ".3g", on=("page",)),
             *_BYTES,
             Column("reading, tokens/s", "tokens_per_second_reading", ",.0f"),

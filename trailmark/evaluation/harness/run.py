@@ -155,7 +155,7 @@ class _Cell:
                 continue  # a metric for each length, of which the others are -1
             each = [sample.get(metric) for sample in self._samples if sample.get("filter", kind) == kind]
             low = high = None
-            if each and all(isinstance(x, (bool, int, float)) for x in each):
+            if each and all(isinstance(x, (int, float)) for x in each):
                 numbers = [float(x) for x in each if x is not None]
                 if math.isclose(sum(numbers) / len(numbers), value):
                     low, high = score_interval(numbers, self.settings.seed)

@@ -78,7 +78,7 @@ SUITE = register(
                 "tokens",
                 "length",
                 ",d",
-                about="of a prompt and its answer, of tasks that make their own texts.",
+                about="of a prompt and its answer, of tasks that make their own texts",
             ),
             Column("metric", "metric", text=True),
             Column("texts", "texts", ",d"),

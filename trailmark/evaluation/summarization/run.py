@@ -181,7 +181,7 @@ class _Writer:
                 "tokenizer: expected one with an end-of-text token, which ends a summary, got none. Set eos_token."
             )
         self._before, self._after = tokenize_parts(["|Summary", ":"], self.tokenizer)
-        self.begin = subject.beginning
+        self.begin = [] if self.ours else subject.beginning  # as training has them
         self.context_length = settings.context_length
         longest = subject.longest_text
         if self.context_length is None:

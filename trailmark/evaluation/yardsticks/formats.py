@@ -210,7 +210,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         if content.lstrip().startswith("["):
             found: list[dict[str, Any]] = json.loads(content)
             return found
-        return [json.loads(line) for line in content.splitlines() if line.strip()]
+        return [json.loads(line) for line in content.split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         raise ValueError(f"data: cannot read {str(path)!r}: {error}. Download it again.") from error
 

@@ -72,7 +72,7 @@ SUITE = register(
             Column("questions", "questions", ",d"),
             Column("score", "score", ".3f"),
             Column("95% interval", ("low", "high"), ".3f"),
-            Column("tokens", "tokens", ",.0f", about="of a text, the mean."),
+            Column("tokens", "tokens", ",.0f", about="of a text, the mean"),
             Column("texts read", "readings", ",d", on=("page",)),
         ),
         written=(
