@@ -376,6 +376,10 @@ AMONG, KEYS = torch.zeros(B, 2, dtype=torch.int64), (torch.zeros(B, M, Case.S, J
         ({"num_key_value_heads": 3}, r"4 query heads for 3 key/value heads"),
         ({"among": torch.zeros(B + 1, 2, dtype=torch.int64)}, r"^among: expected shape \[B, n\]"),
         ({"among": torch.zeros(B, 2)}, r"^among: "),
+        (
+            {"first_candidate": torch.zeros(T, dtype=torch.int64)},
+            r"^first_candidate: expected shape \[B or 1, T\]",
+        ),
         ({"among": torch.zeros(B, dtype=torch.int64)}, r"^among: expected shape \[B, n\]"),
         ({"among": torch.tensor([[0, 2], [2, 1]])}, r"^among: expected each row's chunks in ascending order"),
         ({"among": torch.tensor([[0, 2], [-1, 1]])}, r"^among: expected each row's chunks in .* from 0 on"),

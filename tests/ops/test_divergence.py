@@ -122,6 +122,23 @@ def test_a_row_without_targets_is_zero_with_a_gradient_of_zeros() -> None:
     assert float(scores.grad.abs().max()) == 0
 
 
+def test_bounds_of_scores_are_checked() -> None:
+    query, landmarks = drawn(2, 3, 8), drawn(2, 5, 8, seed=1)
+    whole = score_chunks(query, landmarks, 4, 1)
+    assert torch.equal(
+        whole, score_chunks(query, landmarks, torch.full((2, 3), 4), torch.ones(3, dtype=torch.int64))
+    )
+    for wrong in (
+        torch.ones(1, dtype=torch.int64),
+        torch.ones(2, dtype=torch.int64),
+        torch.ones(2, 1).long(),
+    ):
+        with pytest.raises(ValueError, match=r"^num_candidates: expected shape"):
+            score_chunks(query, landmarks, wrong)
+    with pytest.raises(ValueError, match=r"^first_candidate: "):
+        score_chunks(query, landmarks, 4, torch.ones(3))
+
+
 @pytest.mark.parametrize("recency", [0.0, 1.5])
 def test_all_scores_are_those_that_a_selection_gives(recency: float) -> None:
     """With a document's first chunk, and limits of each row."""

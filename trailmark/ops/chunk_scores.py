@@ -150,7 +150,8 @@ def select_for_tokens(
         I_{ij} = \mathrm{topK}_c \max_{h \in j} \rho_{ihc}
 
     over the candidates :math:`f_i \le c < n_i` that have keys. A chunk with several summaries scores the logarithm of
-    what theirs add up to as masses. Of equal shares the earlier chunk is taken. Scores stand in memory for a slab of
+    what theirs add up to as masses. Of shares that are equal to the last bit the earlier chunk is taken; those of equal
+    chunks may differ by rounding, and calls of other sizes take others of them. Scores stand in memory for a slab of
     tokens at a time. No gradient. Source: arXiv 2607.02980.
 
     Args:
@@ -183,6 +184,15 @@ def select_for_tokens(
     require_shape("num_candidates", num_candidates, (of_rows, T), "[B or 1, T]")
     for part in landmarks or ():
         _require_landmarks(part, B, J, H, D)
+        alike = (landmarks or [part])[0].shape[2:]  # blocks are added up as those of one table
+        require(
+            part.shape[2:] == alike,
+            "landmarks",
+            tuple(part.shape),
+            f"parts [B, m, {', '.join(map(str, alike))}]",
+        )
+    if isinstance(first_candidate, Tensor):
+        require_shape("first_candidate", first_candidate, (of_rows, T), "[B or 1, T], as num_candidates")
     dtype = arithmetic_dtype(query, beside, *(landmarks or ()), *(keys or ())[:1])
     parts = [x for x in landmarks or () if x.shape[1]]
     M = keys[0].shape[1] if keys is not None else sum(x.shape[1] for x in parts)
@@ -252,6 +262,7 @@ def score_for_tokens(query: Tensor, landmarks: Tensor, indices: Tensor, scale: f
     require(indices.dim() == 4, "indices", tuple(indices.shape), "shape [B, T, J, K]")
     J, K = indices.shape[2:]
     require_shape("indices", indices, (B, T, J, K), "[B, T, J, K]")
+    require_grouped_heads(H, J)
     _require_landmarks(landmarks, B, J, H, D)
     M, n = landmarks.shape[1:3]
     require_chunk_numbers("indices", indices, M)

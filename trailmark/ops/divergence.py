@@ -33,7 +33,7 @@ def token_divergence(teacher: Tensor, student: Tensor) -> Tensor:
         ValueError: for logits of other shapes than each other's.
     """
     require_shape("student", student, tuple(teacher.shape), "of teacher [..., V]")
-    found: Tensor = _TokenDivergence.apply(teacher.detach().flatten(0, -2), student.flatten(0, -2))
+    found: Tensor = _TokenDivergence.apply(*(x.reshape(-1, x.shape[-1]) for x in (teacher.detach(), student)))
     return found.view(teacher.shape[:-1])
 
 

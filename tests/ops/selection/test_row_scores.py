@@ -96,3 +96,13 @@ def test_gradients_repeat_bit_for_bit_on_two_threads(monkeypatch: pytest.MonkeyP
     query, table = torch.randn(500, 64, generator=random), torch.randn(8, 64, generator=random)
     rows = torch.randint(0, 8, (500, 8), generator=random)
     assert_repeats_bit_for_bit(lambda q, t: row_scores(q, t, rows), query, table)
+
+
+def test_a_memory_that_learns_nothing_gets_no_gradient() -> None:
+    query, table = torch.randn(6, 8, requires_grad=True), torch.randn(1000, 8)
+    rows = torch.randint(1000, (6, 4))
+    row_scores(query, table, rows).sum().backward()
+    assert table.grad is None
+    expected = table[rows].sum(1)
+    assert query.grad is not None
+    assert torch.allclose(query.grad, expected, atol=1e-5)

@@ -628,3 +628,27 @@ def test_windows_need_the_largest_of_them() -> None:
 def test_slopes_of_no_head() -> None:
     with pytest.raises(ValueError, match=r"^num_heads: "):
         alibi_slopes(0)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "torch"])
+@pytest.mark.parametrize("T", [5, 300])
+def test_slopes_get_no_gradient_in_blocks_of_any_size(T: int, implementation: str) -> None:
+    q, k, v = (torch.randn(1, T, 2, 8, requires_grad=True) for _ in range(3))
+    slopes = torch.rand(2, requires_grad=True)
+    out, lse = sliding_window_attention(
+        q, k, v, 200, alibi_slopes=slopes, return_lse=True, implementation=implementation
+    )
+    (out.sum() + lse.sum()).backward()
+    assert slopes.grad is None
+    assert q.grad is not None
+
+
+def test_a_window_far_wider_than_a_text_costs_no_more() -> None:
+    """Also where positions and sinks are given, as a cache gives them."""
+    T, P = 40, 60
+    q, k, v = torch.randn(1, T, 2, 8), torch.randn(1, P, 2, 8), torch.randn(1, P, 2, 8)
+    positions = torch.arange(P - T, P)[None], torch.arange(P)[None]
+    wide, all_of_it = (
+        sliding_window_attention(q, k, v, window, positions, num_sinks=4) for window in (1 << 40, P)
+    )
+    assert torch.allclose(wide, all_of_it, atol=1e-5)

@@ -119,8 +119,8 @@ def select_chunks(
         require_chunk_numbers("indices", chosen, M)
     else:
         wanted_values = name == "torch" and not torch.compiler.is_compiling()
-        end = _bounds("num_candidates", num_candidates, B, N, query.device, wanted_values)
-        start = _bounds("first_candidate", first_candidate, B, N, query.device, wanted_values)
+        end = bounds_of("num_candidates", num_candidates, B, N, query.device, wanted_values)
+        start = bounds_of("first_candidate", first_candidate, B, N, query.device, wanted_values)
         most, least = max(end.greatest, default=0), min(start.least, default=0)
         if most > M:  # a message made in vain would make M a constant under torch.compile
             require(False, "num_candidates", most, f"at most M = {M} chunks")
@@ -149,7 +149,7 @@ def select_chunks(
             chosen = search(call, start, end)
 
     if recency:
-        given = _bounds("num_candidates", num_candidates, B, N, query.device, False)
+        given = bounds_of("num_candidates", num_candidates, B, N, query.device, False)
         out = _score_and_weigh(query, segments, chosen, scale, recency, given.each)
     else:
         out = _score_and_weigh(query, segments, chosen, scale)
@@ -173,7 +173,9 @@ def triton_refuses(query: Tensor, segments: Sequence[Tensor], num_retrieved: int
     return None
 
 
-def _bounds(argument: str, bound: Tensor | int, B: int, N: int, device: torch.device, wanted: bool) -> Bounds:
+def bounds_of(
+    argument: str, bound: Tensor | int, B: int, N: int, device: torch.device, wanted: bool
+) -> Bounds:
     """The bounds; their values where ``wanted`` or checked, for which a GPU is waited for."""
     if isinstance(bound, int):
         values = [bound] * N if wanted else [bound]  # N values would make N a constant under torch.compile

@@ -41,16 +41,19 @@ class _RowScores(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         query, table, rows = ctx.saved_tensors
         grad = grad.masked_fill(rows < 0, 0)
-        dquery, dtable = (torch.zeros(x.shape, dtype=grad.dtype) for x in (query, table))
+        dquery = torch.zeros(query.shape, dtype=grad.dtype)
+        # of a memory that learns nothing there is none: it may have millions of rows
+        dtable = torch.zeros(table.shape, dtype=grad.dtype) if ctx.needs_input_grad[1] else None
         for slab, picked in _picked(table, rows, grad.dtype):
             weight = grad[slab, :, None]  # [p, K, 1]
             torch.sum(picked.mul_(weight), 1, out=dquery[slab])
-            torch.mul(weight, query[slab, None].to(grad.dtype), out=picked)
-            dtable.index_add_(0, rows[slab].clamp(min=0).reshape(-1), picked.flatten(0, 1))
-        return dquery.to(query.dtype), dtable.to(table.dtype), None
+            if dtable is not None:
+                torch.mul(weight, query[slab, None].to(grad.dtype), out=picked)
+                dtable.index_add_(0, rows[slab].clamp(min=0).reshape(-1), picked.flatten(0, 1))
+        return dquery.to(query.dtype), None if dtable is None else dtable.to(table.dtype), None
 
 
 def _picked(table: Tensor, rows: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

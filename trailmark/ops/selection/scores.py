@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trailmark.ops.arguments import arithmetic_dtype, require, without_autocast
+from trailmark.ops.selection.api import bounds_of
 from trailmark.ops.selection.call import less_for_age
 
 
@@ -15,7 +16,7 @@ from trailmark.ops.selection.call import less_for_age
 def score_chunks(
     query: Tensor,
     landmarks: Tensor,
-    num_candidates: Tensor,
+    num_candidates: Tensor | int,
     first_candidate: Tensor | int = 0,
     scale: float | None = None,
     recency: float = 0.0,
@@ -43,9 +44,12 @@ def score_chunks(
     require(fits, "landmarks", tuple(landmarks.shape), "shape [B, M, E], B and E as of query")
     dtype = arithmetic_dtype(query, landmarks)
     scores = query.to(dtype) @ landmarks.to(dtype).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    chunk = torch.arange(landmarks.shape[1], device=query.device)
-    first = torch.as_tensor(first_candidate, device=query.device)
-    candidate = (chunk >= first[..., None]) & (chunk < num_candidates[..., None])
+    (B, N, _), chunk = query.shape, torch.arange(landmarks.shape[1], device=query.device)
+    start, end = (
+        bounds_of(name, bound, B, N, query.device, False).each[..., None]
+        for name, bound in (("first_candidate", first_candidate), ("num_candidates", num_candidates))
+    )
+    candidate = (chunk >= start) & (chunk < end)
     if recency:
-        scores = scores - less_for_age(recency, num_candidates[..., None], chunk, dtype)
+        scores = scores - less_for_age(recency, end, chunk, dtype)
     return scores.masked_fill(~candidate, -torch.inf)

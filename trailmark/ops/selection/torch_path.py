@@ -46,7 +46,8 @@ def search(call: SearchCall, start: Bounds, end: Bounds) -> Tensor:
     if B == 0 or N == 0 or not segments:
         return torch.full((B, N, J, K), -1, dtype=torch.int64, device=query.device)
     dtype = arithmetic_dtype(query, *segments)
-    asked = query.transpose(1, 2).to(dtype) * call.scale  # [B, J, N, E]
+    plain = query.transpose(1, 2).to(dtype)
+    asked = plain * call.scale  # [B, J, N, E]
     seeds = None if noise_seed is None else noise_rows(noise_seed, call.first_query, N, J).transpose(1, 2)
     size = _block_size(segments, N, dtype)
     step = max(1, _SLAB_ELEMENTS // (B * J * size))
@@ -102,11 +103,11 @@ def search(call: SearchCall, start: Bounds, end: Bounds) -> Tensor:
                     b, j, n = places.unbind(1)
                     at = n + rows.start
                     noise = None if seeds is None else seeds[b, j, at]
-                    rest = (size, K, start.each[b, at], end.each[b, at], noise, recency)
+                    rest = (size, K, start.each[b, at], end.each[b, at], noise, recency, call.scale)
                     rescore = (
                         _rescore_near if J == 1 and (B == 1 or all(map(is_shared, segments))) else _rescore
                     )
-                    chosen[b, j, n] = rescore(asked[b, j, at], b, j, segments, *rest, lowest[b, j, n])
+                    chosen[b, j, n] = rescore(plain[b, j, at], b, j, segments, *rest, lowest[b, j, n])
         of_slabs.append(chosen)
     return (of_slabs[0] if len(of_slabs) == 1 else torch.cat(of_slabs, dim=2)).transpose(1, 2)
 
@@ -181,11 +182,13 @@ def _rescore(
     end: Tensor,  # [P]
     seeds: Tensor | None,  # [P, 1]
     recency: float,
+    scale: float,
     lowest: Tensor,  # [P]
 ) -> Tensor:
     """The chosen chunks [P, K] by a sum per chunk.
 
-    A GEMM rounds equal columns differently; such sums do not, so equal chunks tie (guarantee 9).
+    A GEMM rounds equal columns differently; such sums do not, so equal chunks tie (guarantee 9). They are scaled as the
+    scores are that are given back.
     """
     least, greatest = int(start.min()), int(end.max())
     best: _Best | None = None
@@ -193,7 +196,7 @@ def _rescore(
         last = first + block.shape[1]
         if greatest <= first or least >= last:
             continue
-        exact = (asked[:, None] * block[row, :, head].to(asked.dtype)).sum(-1)  # [P, m]
+        exact = (asked[:, None] * block[row, :, head].to(asked.dtype)).sum(-1) * scale  # [P, m]
         chunk = torch.arange(first, last, device=asked.device)
         if recency:
             exact -= less_for_age(recency, end[:, None], chunk, exact.dtype)
@@ -222,6 +225,7 @@ def _rescore_near(
     end: Tensor,  # [P]
     seeds: Tensor | None,  # [P, 1]
     recency: float,
+    scale: float,
     lowest: Tensor,  # [P] scores below take no part
 ) -> Tensor:
     """As ``_rescore``, with sums for those chunks alone that a GEMM puts within rounding of the last place."""
@@ -229,7 +233,7 @@ def _rescore_near(
     for first, block in _blocks(segments, size):
         last = first + block.shape[1]
         table = block[0, :, 0].to(asked.dtype)
-        scores = asked @ table.T  # [P, m]
+        scores = (asked * scale) @ table.T  # [P, m]
         chunk = torch.arange(first, last, device=asked.device)
         if recency:
             scores -= less_for_age(recency, end[:, None], chunk, scores.dtype)
@@ -237,7 +241,7 @@ def _rescore_near(
             scores = scores + gumbel(seeds, first, last - first)
         inside = (chunk >= start[:, None]) & (chunk < end[:, None])
         near, place = (inside & (scores >= lowest[:, None])).nonzero(as_tuple=True)
-        exact = (asked[near] * table[place]).sum(-1)
+        exact = (asked[near] * table[place]).sum(-1) * scale
         if recency:
             exact -= less_for_age(recency, end[near], place + first, exact.dtype)
         if seeds is not None:
@@ -248,6 +252,8 @@ def _rescore_near(
     query, number, score = torch.cat(queries), torch.cat(numbers), torch.cat(sums)
     order = query.argsort(stable=True)  # by query, then by chunk
     counts = torch.bincount(query, minlength=len(asked))
+    if bool((counts < (end - start).clamp(0, K)).any()):  # this product put one of the best below rounding
+        return _rescore(asked, row, head, segments, size, K, start, end, seeds, recency, scale, lowest)
     of_queries = []
     for own in order.split(counts.tolist()):
         best = score[own].argsort(descending=True, stable=True)[:K]

@@ -204,7 +204,9 @@ def _plan(
 ) -> tuple[_Band | _Reach, _Blocks]:
     """Who sees whom, and in which blocks; sinks only with positions."""
     if positions is None:
-        consecutive = _consecutive.__wrapped__ if torch.compiler.is_compiling() else _consecutive
+        # what is made under FakeTensorMode is none that a real call could take
+        kept = type(torch.empty(0)) is Tensor and not torch.compiler.is_compiling()
+        consecutive = _consecutive if kept else _consecutive.__wrapped__
         band, vectors, blocks = consecutive(T, P, P if window is None else min(window, P), device)
         return band, blocks if documents is None else _blocks_seen(*vectors, documents)
     query, key = positions

@@ -182,7 +182,8 @@ def _banded(call: Call, leading: Tensor | None = None, sinks: Sinks | None = Non
     q, k, v, window, *_, slopes, scale, return_lse, _, windows = call
     assert window is not None
     B, T, H, D = q.shape
-    carried, old, given = k.shape[1] - T, window - 1, q.dtype
+    carried, given = k.shape[1] - T, q.dtype
+    old = min(window - 1, k.shape[1])  # there are no more keys to be seen
     dtype = attention_dtype(q, k, v, biased=slopes is not None)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)  # once, not per block that a key is seen from
     C = min(max(old, _MIN_BLOCK), _MAX_BLOCK, T)
