@@ -294,18 +294,22 @@ def _rates() -> list[Row]:
     ]
 
 
+def _layer_rates(found: Row) -> list[float]:
+    """At which the layers learned."""
+    return [*dict.fromkeys(row["rate"] for row in found["rows"] if row["case"] == "window and layers")]
+
+
 def _rates_text() -> str:
     """What the layers and the DRT give at other learning rates."""
     blocks = []
     for found in _rates():
-        layers = [row["rate"] for row in found["rows"] if row["case"] == "window and layers"]
         columns: Columns = {
             "text": "{kind}", "texts": "{texts}", "model": lambda row: _MODELS[row["case"]], "rate": "{rate}",
             "nats": "{nats:.3f}", "below its first rate": between("below its first rate"),
         }  # fmt: skip
         columns |= {
             f"below layers at {x}": between(f"below window and layers at {x:.0e}")
-            for x in dict.fromkeys(layers)
+            for x in _layer_rates(found)
         }
         said = f"The layers and the DRT at other learning rates, seed {found['seed']}, after"
         blocks.append(f"\n\n{said} {found['length']:,} tokens:\n\n{table(columns, found['rows'])}")
@@ -408,7 +412,7 @@ def _beside_layers() -> Iterator[Row]:
             if row["length"] == shortest
         }
     )
-    at_best = [_at_best_rates(searched["rows"]) for searched in _rates()]
+    at_best = [_at_best_rates(searched["rows"]) for searched in _rates() if len(_layer_rates(searched)) > 1]
     yield told | {
         "than": "the same, each at its best rate of those tried, picked on these texts",
         "seeds": len(at_best),

@@ -363,9 +363,13 @@ def any_configs(draw: st.DrawFn) -> RunConfig:
         draw,
         tokenizer=st.text(max_size=20),
         paths=st.lists(st.text(max_size=20), min_size=1, max_size=3),
-        filler_weight=st.floats(0, MOST_WEIGHT),
-        level_accuracy=st.floats(0, 1, exclude_max=True),
     )
+    if config.data.task == "needles":
+        data |= some(
+            draw,
+            filler_weight=st.floats(0, MOST_WEIGHT),
+            level_accuracy=st.floats(0, 1, exclude_max=True),
+        )
     if config.data.task == "niah":
         data |= some(draw, distractors=st.integers(0, MOST_ROWS))
     if config.data.task == "summarization":
