@@ -67,7 +67,7 @@ OUTPUT = Path(__file__).with_suffix(".json")
 FACTORS = (1, 4, 16)  # of the training length
 COUNTED = LENGTH - UNSEEN  # last tokens of a text, the same at every length
 ADDED = (21, 26, 31)  # layers of the deeper model that its base has not: among those that read in the DRT
-RATES = (0.0005, 0.001, 0.002, 0.004)
+RATES = (0.0005, 0.001, 0.002)
 """Of the layers that are added. Only the part "rates" uses more than the first."""
 DRT_RATES = (WAYS["additions"].rate, 0.0005)
 """Of a DRT's additions, likewise."""

@@ -355,9 +355,9 @@ def _less(case: Row) -> str:
 def summary_text() -> str:
     """What the README says of it."""
     columns: Columns = {
-        "what learns": "{learns}",
-        "is better by": "{gain}",
-        "than": "{than}",
+        "what learns from the loss": "{learns}",
+        "gain, in": "{gain}",
+        "over": "{than}",
         **{f"on {kind}": f"{{{kind}}}" for kind in ("LaTeX", "Python", "books")},
         "seeds": "{seeds}",
     }
@@ -365,8 +365,8 @@ def summary_text() -> str:
         "**Real text**: in SmolLM2-135M, its memory fitted to its own layers first, the language-modelling loss alone "
         "teaches which chunks to read on LaTeX; on Python its choice is no better than before. Whether a memory gives "
         "more than layers in its place is open, and a small model trained from nothing on text hardly learns to "
-        "retrieve. Held-out texts, with 95% intervals over them, of each seed or of the mean of all "
-        "([docs/learning-to-retrieve.md](docs/learning-to-retrieve.md)):\n\n"
+        "retrieve. On held-out texts, with 95% intervals over them; two numbers are one for each seed, others the mean "
+        "of all ([docs/learning-to-retrieve.md](docs/learning-to-retrieve.md)):\n\n"
         f"{table(columns, [*_of_choices(), *_beside_layers(), _of_names()])}"
     )
 
@@ -379,9 +379,13 @@ def _of_choices() -> Iterator[Row]:
     scores = dict(_known("scores"))
     begin, known = next((begin, known) for begin, known in _known("losses") if begin in scores)
     found, seeds = known["results"], len(known["results"]["weights"])
-    for chunks, than in (("random", "random chunks"), ("before", "its choice before")):
+    for chunks, than in (("random", "random chunks"), ("before", "its choice before training")):
         together = [row for row in found["rows"] if row["seed"] is None and row["chunks"] == chunks]
-        told = {"learns": _RETRIEVER, "gain": "share of what a window loses that comes back", "than": than}
+        told = {
+            "learns": _RETRIEVER,
+            "gain": "share, given back, of what a window loses to full attention",
+            "than": than,
+        }
         yield told | {"seeds": seeds} | {row["kind"]: _more(row) for row in together}
     chosen = scores[begin]["results"]
     (label,) = (x for x in chosen["label"] if x["rule"] == "learned above BM25" and _candidates(x) == "all")
@@ -401,7 +405,7 @@ def _beside_layers() -> Iterator[Row]:
     by_hand = [row for row in found["rows"] if row["case"] == "additions" and "length" in row]
     shortest = min(row["length"] for row in by_hand)
     seeds = {*found["models"]["additions"]["seeds"]} & {*found["models"]["window and layers"]["seeds"]}
-    told = {"learns": _ADDITIONS, "gain": "nats a token"}
+    told = {"learns": _ADDITIONS, "gain": "loss (nats a token)"}
     than = "its base with as many parameters in layers"
     yield (
         told
@@ -414,7 +418,7 @@ def _beside_layers() -> Iterator[Row]:
     )
     at_best = [_at_best_rates(searched["rows"]) for searched in _rates() if len(_layer_rates(searched)) > 1]
     yield told | {
-        "than": "the same, each at its best rate of those tried, picked on these texts",
+        "than": f"{than}, each at its best rate of those tried, picked on these texts",
         "seeds": len(at_best),
         **{kind: ", ".join(of_seed[kind] for of_seed in at_best) for kind in at_best[0]},
     }
@@ -438,7 +442,7 @@ def _of_names() -> Row:
     counts = " and ".join(f"{own['names']} of {number}" for own, number in zip(read, names, strict=True))
     return {
         "learns": _ADDITIONS,
-        "gain": f"nats a token of a cited label's name, where a chunk with it is read ({counts} names)",
+        "gain": f"loss (nats a token) on a cited label's name, where a chunk with it is read ({counts} names)",
         "than": "the next best chunks in their place",
         "seeds": len(read),
         "LaTeX": ", ".join(between("name").format(**row) for row in read),

@@ -29,6 +29,7 @@ def summary() -> str:
     rows = untrained["rows"]
     (row,) = (x for x in rows if (x["kind"], x["length"], x["chunks"]) == ("LaTeX", 4096, rows[0]["chunks"]))
     chat = {x["model"]: _right(x) for x in reader["rows"] if x["chat"]}
+    (asked_in,) = {x["length"] for x in reader["rows"] if x["chat"]}
     by_length = _by_length(reader, parts["long"]["rows"])
     return (
         "What to expect of SmolLM2-135M ([how it is done](docs/convert.md), [all numbers](docs/pretrained.md)):\n\n"
@@ -40,21 +41,21 @@ def summary() -> str:
         "reads a long text at one speed, and `trailmark chat` puts the passages that a question looks at before it. "
         f"Facts of any kind are answered so: {answered} (in {shortest:,} tokens {right[own, _BM25]} with the passages "
         f"that BM25 finds, and {right[own, 'none']} without any).\n"
-        f"- **Questions in other words** fail. Of the same {count} facts, in {shortest:,} tokens, the look finds "
+        f"- **Questions in other words** fail. Of the same {count} facts, in {shortest:,} tokens, the model itself finds "
         f"{found[others, _FOCUS]}, BM25 {found[others, _BM25]} and an encoder of sentences {found[others, _MINILM]}; "
         f"{right[others, _FOCUS]} are answered, {right[others, 'none']} without passages, and "
         f"{right[others, _OWN]} where the right passage is put there "
         "([how](docs/convert.md#passages-before-a-question)).\n"
-        "- **A number told once** is answered without such passages by a base that was taught for "
+        "- **A number that one sentence of a book tells** is found, without such passages, by a base that was taught for "
         f"{reader['trained_seconds'] / 60:.0f} minutes of a core, on texts of {reader['trained_length']:,} tokens "
-        "([its additions](models/smollm2-135m-reader/README.md)). Right answers, by the book's length:\n\n"
+        "([its additions](models/smollm2-135m-reader/README.md)). The sentence begins again and is to be completed; in "
+        "the last two columns it uses other words than the training's, and a question asks for the number. The last "
+        "three columns have a *focus*, which `reading=windows` sets: question and answer keep to at most "
+        f"{focus['set']} chunks that the question looks at with the sharpest attention, and those beside them. They "
+        "have other questions than the columns without. Right answers, by the book's length:\n\n"
         f"{by_length}\n\n"
-        "The sentence that tells the number begins again and is to be completed; in the last two columns it was told "
-        "in other words than those of the training, and is asked for. With a *focus*, as `reading=windows` sets it and "
-        f"the last three columns have it, question and answer keep to at most {focus['set']} chunks that the question "
-        "looks at with the sharpest attention, and those beside them; these questions are others than those without. "
-        f"Through the chat template, in {reader['trained_length']:,} tokens and without a focus, the untaught model "
-        f"answers {chat['as converted']}, the taught one {chat['taught']}."
+        f"Through the chat template, in {asked_in:,} tokens and without a focus, the untaught model answers "
+        f"{chat['as converted']}, the taught one {chat['taught']}."
     )
 
 
@@ -94,8 +95,8 @@ def _right(row: Row) -> str:
 
 _FOCUSED = {
     ("sentences", False): "taught, with a focus",
-    ("paraphrases", False): "asked in other words",
-    ("paraphrases", True): "asked so in a chat",
+    ("paraphrases", False): "asked for",
+    ("paraphrases", True): "asked for in a chat",
 }
 
 

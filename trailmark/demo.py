@@ -99,7 +99,10 @@ class _Kept(Settings):
                 f"steps: expected a number of each of {', '.join(STEPS)}, got {brief(self.steps)}."
             )
         if self.steps is not None and set(self.measured_seconds_per_step or {}) != set(STEPS):
-            raise ValueError(f"measured_seconds_per_step: expected a number of each of {', '.join(STEPS)}.")
+            raise ValueError(
+                f"measured_seconds_per_step: expected a number of each of {', '.join(STEPS)}, got "
+                f"{brief(self.measured_seconds_per_step)}."
+            )
         for result in self.results:
             from_file(_Result, result)
 

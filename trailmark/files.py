@@ -193,13 +193,19 @@ def put_in_place(staging: Path, target: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def remove_folder(folder: Path) -> None:
-    """Take a folder's name away first, then its files: a kill leaves no folder that lacks some of them."""
-    leftover = _name_beside(folder, "removed")
-    with contextlib.suppress(OSError):  # it takes space, no more: the next call tries again
+def remove_folder(folder: Path) -> bool:
+    """Take a folder's name away first, then its files: a kill leaves no folder that lacks some of them.
+
+    Returns:
+        Whether its name is gone. If not, it takes space, no more: the next call tries again.
+    """
+    leftover, gone = _name_beside(folder, "removed"), False
+    with contextlib.suppress(OSError):
         os.rename(folder, leftover)
+        gone = True
         sync_folder(folder.parent)
     shutil.rmtree(leftover, ignore_errors=True)
+    return gone
 
 
 def remove_leftover_folders(parent: Path, name: re.Pattern[str]) -> list[str]:

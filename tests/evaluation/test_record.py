@@ -310,3 +310,30 @@ def test_a_model_without_files_is_told_by_its_weights() -> None:
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
     assert identity(model, "owner/name")["weights_sha256"] != one["weights_sha256"]
+
+
+@pytest.mark.parametrize("first", ["other", "same"])
+def test_a_kill_as_one_models_results_make_room_loses_no_line(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = ({"name": name, "folder": name, "weights_sha256": name * 8} for name in "ab")
+    Record(tmp_path, "needles", one).measure({"x": 1}, lambda: {"v": 1}, lambda: [{"generated": "of one"}])
+    replaced = os.replace
+
+    def killed(*paths: Any) -> None:
+        replaced(*paths)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Record(tmp_path, "needles", other)
+    if first == "same":  # it goes on before the other comes again
+        Record(tmp_path, "needles", one).measure({"x": 2}, lambda: {"v": 2}, lambda: [{"generated": "more"}])
+    Record(tmp_path, "needles", other).measure(
+        {"x": 1}, lambda: {"v": 1}, lambda: [{"generated": "of other"}]
+    )
+    record = Record(tmp_path, "needles", one)
+    told = [line["generated"] for result in record.results for line in record.generations(result)]
+    assert told == ["of one", "more"][: len(record.results)]
+    assert len(record.results) == 1 + (first == "same")

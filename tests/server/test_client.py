@@ -140,7 +140,13 @@ def test_half_an_answer_is_not_taken_for_a_whole_one(chunked: bool) -> None:
 
         def serve() -> None:
             with there.accept()[0] as connection:
-                connection.recv(1 << 16)
+                with connection.makefile("rb") as request:
+                    lines = iter(request.readline, b"\r\n")
+                    length = next(
+                        int(line.split()[1]) for line in lines if line.lower().startswith(b"content-length")
+                    )
+                    list(lines)
+                    request.read(length)
                 connection.sendall(head + event)
 
         thread = threading.Thread(target=serve)

@@ -78,8 +78,8 @@ def test_tokens_of_a_completion_have_their_places_streamed_or_not(live: Server) 
         assert offsets[number] == choice.logprobs.text_offset
         named = choice.logprobs.tokens
         assert offsets[number][0] == 0
-        for name, offset, after in zip(named, offsets[number], offsets[number][1:], strict=False):
-            assert after - offset == len(name) or name.startswith("bytes:")
+        for name, offset in zip(named, offsets[number], strict=True):
+            assert name.startswith("bytes:") or choice.text[offset : offset + len(name)] == name
 
 
 def test_answers_of_several_prompts_are_draws_of_their_own(live: Server) -> None:
@@ -110,7 +110,7 @@ def test_a_look_for_passages_has_the_requests_time_and_its_turn(
         return joined(self, chunks)
 
     monkeypatch.setattr(Passages, "joined", slowly)
-    with serving({"focus": models["focus"]}, tmp_path / "memories", limits={"seconds": 0.7}) as made:
+    with serving({"focus": models["focus"]}, tmp_path / "memories", limits={"seconds": 2.0}) as made:
         made.append("book", "book.txt", book)
         body = {"model": "focus", "memory": "book", "messages": ASKED, "max_tokens": 2}
         for _ in range(2):

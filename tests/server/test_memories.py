@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import threading
 import time
@@ -271,16 +272,21 @@ def test_files_that_a_memory_does_not_know_stay(
     assert command("read", models["bytes"], texts / "a.txt", "--memory", folder)[0] == 0
     (texts / "draft.txt").write_text("A text of mine that is not read yet.\n")
     (texts / ".part-of-a-killed-server").write_text("What came in")
+    os.utime(texts / ".part-of-a-killed-server", (0, 0))
+    os.mkfifo(texts / ".part-that-is-a-pipe")
     with serving({"bytes": models["bytes"]}, folder.parent) as made:
         made.append("book", "b.txt", book)
         answered = made.http.put("/v1/memories/book/texts/draft.txt", content=b"Another text.\n")
         assert answered.status_code == 409
-    assert sorted(path.name for path in texts.iterdir()) == ["a.txt", "b.txt", "draft.txt", "notes"]
+    assert sorted(path.name for path in texts.iterdir()) == [
+        ".part-that-is-a-pipe", "a.txt", "b.txt", "draft.txt", "notes"
+    ]  # fmt: skip
 
 
 def test_a_text_that_comes_in_is_no_other_servers_to_remove(
-    models: dict[str, Path], tmp_path: Path, book: str
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("trailmark.server.memories._YOUNG", 0.0)  # locks alone keep it
     came, go_on = threading.Event(), threading.Event()
 
     def slowly() -> Iterator[bytes]:
@@ -295,7 +301,7 @@ def test_a_text_that_comes_in_is_no_other_servers_to_remove(
         with ThreadPoolExecutor(1) as pool:
             sent = pool.submit(first.http.put, "/v1/memories/book/texts/a.txt", content=slowly())
             assert came.wait(60)
-            second.append("book", "b.txt", book)
+            second.append("book", "b.txt", "Another text.\n")
             go_on.set()
             assert sent.result().status_code == 200, sent.result().text
         documents = second.http.get("/v1/memories/book").json()["documents"]

@@ -88,12 +88,14 @@ class Reader:
 
     def close(self) -> None:
         """Let others write in the folder; one that was made, and in which nothing was written, is removed."""
-        if self.trace is not None:
-            self.trace.close()
-        with contextlib.suppress(OSError):  # there is something in it
-            if self._new:
-                self.folder.rmdir()
-        self._held.__exit__()
+        try:
+            if self.trace is not None:
+                self.trace.close()
+        finally:
+            with contextlib.suppress(OSError):  # there is something in it
+                if self._new:
+                    self.folder.rmdir()
+            self._held.__exit__()
 
     def __enter__(self) -> Reader:
         return self

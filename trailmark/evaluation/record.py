@@ -38,6 +38,7 @@ from trailmark.settings import Settings, from_file, setting
 from trailmark.trained import RECORD_FORMAT, RECORD_KIND, weights_sha256
 from trailmark.untrusted import brief, parse_json, read_bytes, read_json
 
+_SHORT = 1.0  # seconds that others write as a rule
 _MOST_GENERATIONS = 4 << 30  # bytes of what a model wrote
 _OF_THE_COPY = ("name", "folder")  # what changes when a model is moved: it stays the same one
 _OWN_FIELDS = ("id", "settings", "environment", "seconds", "command")  # of a result: no suite's
@@ -209,7 +210,10 @@ class Record:
         """No other process changes the files meanwhile: it takes milliseconds, and one waits for the other."""
         handle = os.open(self.path.parent, os.O_RDONLY)
         try:
-            if not lock(handle):
+            since = time.monotonic()
+            while not lock(handle) and time.monotonic() - since < _SHORT:
+                time.sleep(_SHORT / 100)
+            if not lock(handle):  # which holds what it has
                 self._say(f"Another process writes in {self.path.parent}: this one waits for it.")
                 fcntl.flock(handle, fcntl.LOCK_EX)
             yield
@@ -229,10 +233,13 @@ class Record:
                 f"The {len(kept['results'])} results of another model in {self.path} are in {aside} now."
             )
         own = self._aside(self._model)
+        lines = _generations_of(own)
+        if self.path.exists() and not own.exists() and not self.generations_path.exists() and lines.exists():
+            os.replace(lines, self.generations_path)  # a kill came as they made room
         if not self.path.exists() and own.exists():
             self._of_this_suite(own)
-            if _generations_of(own).exists():
-                os.replace(_generations_of(own), self.generations_path)
+            if lines.exists():
+                os.replace(lines, self.generations_path)
             os.replace(own, self.path)
         if self.path.exists():
             return self._of_this_suite(self.path) | {"model": self._model}  # wherever it lies now

@@ -71,7 +71,7 @@ class ChunkGenerationMixin(GenerationMixin):  # transformers knows what can gene
         several prompts or continuations (``num_beams``, ``num_return_sequences``) after one text go on in
         branches, and the cache given stays as it is.
         """
-        given = {} if inputs is None else {"inputs": inputs}
+        given = {} if inputs is None else {"input_ids": inputs}
         given |= {name: kwargs[name] for name in ("input_ids", "attention_mask") if name in kwargs}
         check_tensors(**given)
         for name, ids in given.items():

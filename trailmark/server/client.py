@@ -129,7 +129,7 @@ class RemoteConversation:
         if response.status != 200:
             raise ValueError(f"url: the server refuses the question: {_reason(response.read(1 << 20))}")
         while (line := response.readline(_LONGEST_LINE)).strip() != b"data: [DONE]":
-            if not line:  # http.client tells no one of a connection that was cut
+            if not line.endswith(b"\n"):  # http.client tells no one of a connection that was cut
                 raise ValueError("url: the server ended before its answer did. Ask again once it is there.")
             if not line.startswith(b"data: "):
                 continue

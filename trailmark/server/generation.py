@@ -6,12 +6,12 @@ import asyncio
 import json
 import secrets
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -26,6 +26,7 @@ from trailmark.server.schemas import ChatRequest, CompletionRequest
 from trailmark.server.served import Served
 from trailmark.server.state import State
 from trailmark.trace.passages import Passage
+from trailmark.trace.token_texts import START, TextState
 
 T = TypeVar("T")
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
@@ -299,6 +300,14 @@ class Generation(Generic[Body]):
         return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(own)}
 
 
+class _Places(NamedTuple):
+    """How far the text of an answer is known."""
+
+    characters: int = 0
+    waiting: int = 0  # tokens of a character that is not whole
+    state: TextState = START
+
+
 class Completion(Generation[CompletionRequest]):
     prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
 
@@ -315,7 +324,7 @@ class Completion(Generation[CompletionRequest]):
         return self.body.logprobs
 
     def _prompts(self) -> list[Prompt]:
-        self._offsets = Counter[int]()  # of each answer, in characters
+        self._places: dict[int, _Places] = {}  # of each answer
         found = [self.served.prompt(given, self.known > 0) for given in self.body.prompts]
         return [Prompt(tokens, len(tokens), tokens) for tokens in found]
 
@@ -333,15 +342,21 @@ class Completion(Generation[CompletionRequest]):
         top = [
             {_key(e): e["logprob"] for e in (self._named(*pair) for pair in token.top)} for token in tokens
         ]
-        offsets = []
-        for entry in named:
-            offsets.append(self._offsets[number])
-            # characters of UTF-8 that begin in the token, which may hold a part of one
-            self._offsets[number] += sum(byte & 0xC0 != 0x80 for byte in entry["bytes"])
+        offsets = [self._offset(number, token.token) for token in tokens]
         return {
             "tokens": names, "token_logprobs": [entry["logprob"] for entry in named], "top_logprobs": top,
             "text_offset": offsets,
         }  # fmt: skip
+
+    def _offset(self, number: int, token: int) -> int:
+        """Where a token's text begins in its answer; behind the character of which tokens before it hold a part."""
+        before = self._places.get(number, _Places())
+        offset = before.characters + (before.waiting > 0)
+        if token not in self.served.control:
+            settled = self.served.texts.settle(before.state, np.array([token], np.int64))
+            waiting = before.waiting + 1 - len(settled.widths)
+            self._places[number] = _Places(before.characters + len(settled.text), waiting, settled.state)
+        return offset
 
     def _stored_text(self) -> str:
         return f"{self.body.prompt}{self.written[0].text}\n"

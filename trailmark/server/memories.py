@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import secrets
+import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,7 @@ T = TypeVar("T")
 _NAME = re.compile(MEMORY_NAME)
 _TEXTS, _PART = "texts", ".part-"
 _PIECE = 16_384  # tokens between two moments at which a reading may be stopped
+_YOUNG = 3600.0  # seconds since a part was written; some file systems have no locks
 _MOST_WAITING = 16  # texts that wait for their turn at one memory
 _READERS = 4  # memories that are written at once
 
@@ -111,6 +113,7 @@ class Memories:
         self._locks = WeakValueDictionary[str, asyncio.Lock]()  # while somebody writes or deletes
         self._waiting = Counter[str]()
         self._writing: dict[str, dict[str, Any]] = {}
+        self._parts: set[str] = set()  # names of texts that come in, or wait
         self._tasks: set[asyncio.Task[Any]] = set()
         # of their own: requests wait for no thread that reads a long text
         self._readers = ThreadPoolExecutor(_READERS, "trailmark-reader")
@@ -312,9 +315,12 @@ class Memories:
                 folder.mkdir(exist_ok=True)
                 if folder.is_symlink():  # nothing is written through one
                     raise OSError(errno.ELOOP, "a link", str(folder))
-                _remove_parts(folder)
-                part = stack.enter_context(open(folder / f"{_PART}{secrets.token_hex(8)}", "xb"))
-                stack.callback(os.unlink, part.name)
+                await asyncio.to_thread(_remove_parts, folder, self._parts)
+                own = f"{_PART}{secrets.token_hex(8)}"
+                self._parts.add(own)
+                stack.callback(self._parts.discard, own)
+                part = stack.enter_context(open(folder / own, "xb"))
+                stack.callback(Path(part.name).unlink, missing_ok=True)
                 lock(part.fileno())
                 async for piece in content:
                     part.write(piece)
@@ -345,8 +351,8 @@ class Memories:
         def work() -> None:
             folder = self.expect(name)
             self._expect_writer(folder, served)
-            path = _in_place(Path(part.name), folder / _TEXTS / document)
             with Reader(served.subject, folder, self._dtype, take=take) as reader:
+                path = _in_place(Path(part.name), folder / _TEXTS / document)
                 _where_they_are(reader.sources, folder)
                 unfinished = [Path(source["path"]) for source in reader.sources if not source["done"]]
                 for text in dict.fromkeys([*unfinished, Path(os.path.realpath(path))]):
@@ -362,6 +368,7 @@ class Memories:
         finally:
             Path(part.name).unlink(missing_ok=True)
             part.close()
+            self._parts.discard(Path(part.name).name)
             self._writing.pop(name, None)
 
     def _expect_writer(self, folder: Path, served: Served) -> None:
@@ -394,8 +401,8 @@ class Memories:
         async with turn:
             try:
                 with saved.hold(folder):
-                    await asyncio.to_thread(remove_folder, folder)
-                if folder.is_dir():
+                    removed = await asyncio.to_thread(remove_folder, folder)
+                if not removed:
                     raise OSError(errno.EBUSY, "its name cannot be taken away", str(folder))
             except (ValueError, OSError) as error:
                 raise _told(error) from error
@@ -438,12 +445,16 @@ def _wrote(served: Served, known: manifest.Manifest) -> bool:
     return bool(known.header.get("weights") == served.weights)
 
 
-def _remove_parts(texts: Path) -> None:
-    """Remove what killed servers left of texts that came in; what another server receives is locked."""
+def _remove_parts(texts: Path, own: set[str]) -> None:
+    """Remove what killed servers left of texts that came in; what another server receives is locked, and young."""
     for path in texts.glob(f"{_PART}*"):
-        with suppress(OSError), open(path, "rb") as file:
-            if lock(file.fileno()):
-                path.unlink()
+        with suppress(OSError, ValueError):
+            untrusted.expect_regular(path, "texts")
+            if path.name in own or time.time() - path.stat().st_mtime < _YOUNG:
+                continue
+            with open(path, "r+b") as file:  # locks of a network need one that is written
+                if lock(file.fileno()):
+                    path.unlink()
 
 
 def _expect_text(path: Path) -> None:

@@ -57,7 +57,6 @@ class _File:
         """Find where its chunks begin, which takes reading it once."""
         if self._looked:
             return
-        self._looked = True
         digest, known = hashlib.sha256(), 0
         starts, parts, begin = -self.first % chunk_size, [], self._begin
         end: int | None = None
@@ -88,6 +87,7 @@ class _File:
                 self.trouble = "has changed since it was read"
             none = np.zeros(0, np.int64)
             self._starts = np.append(np.concatenate(parts or [none]), size if end is None else end)
+        self._looked = True  # at last: Ctrl-C may come before, and another thread look meanwhile
 
     def place(self, begin: int, stop: int, chunk_size: int) -> _Place:
         """That of tokens ``begin`` to ``stop`` of the memory, of one chunk, some of which are of this file."""

@@ -6,6 +6,7 @@ A character may be spread over tokens, so the last few tokens of a text that goe
 from __future__ import annotations
 
 import codecs
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,6 +127,12 @@ class DecodedTexts:
 
 def texts_of(tokenizer: Any) -> ByteTexts | DecodedTexts:
     """How the tokens of a tokenizer become text."""
+    return _texts_of(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=4)  # a table of 150,000 tokens takes a third of a second
+def _texts_of(tokenizer: Any, size: int) -> ByteTexts | DecodedTexts:
+    """``size``: tokens that it has now."""
     table = token_bytes(tokenizer)
     if table is None:
         return DecodedTexts(tokenizer)
@@ -137,6 +144,11 @@ def texts_of(tokenizer: Any) -> ByteTexts | DecodedTexts:
 
 def silent_ids(tokenizer: Any, vocab_size: int) -> frozenset[int]:
     """Tokens that no text shows: control tokens, and rows of a model's vocabulary that its tokenizer lacks."""
+    return _silent_ids(tokenizer, len(tokenizer), vocab_size)
+
+
+@lru_cache(maxsize=4)
+def _silent_ids(tokenizer: Any, size: int, vocab_size: int) -> frozenset[int]:
     known = max(tokenizer.get_vocab().values()) + 1
     return frozenset(control_ids(tokenizer)) | frozenset(range(known, vocab_size))
 
