@@ -94,8 +94,11 @@ def replacing(path: Path, durable: bool = False) -> Iterator[TextIO]:
                 sync_file(file)
         mask = os.umask(0)
         os.umask(mask)
-        # as the file that makes way, or an ordinary one: mkstemp's are private
-        os.chmod(name, stat.S_IMODE(path.stat().st_mode) if path.is_file() else 0o666 & ~mask)
+        mode = 0o666 & ~mask  # as an ordinary file: mkstemp's are private
+        with contextlib.suppress(OSError):  # as the file that makes way
+            found = path.stat().st_mode
+            mode = stat.S_IMODE(found) if stat.S_ISREG(found) else mode
+        os.chmod(name, mode)
         os.replace(name, path)
     except BaseException as error:
         Path(name).unlink(missing_ok=True)

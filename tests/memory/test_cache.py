@@ -280,7 +280,7 @@ def test_a_copy_goes_on_by_itself_and_copies_no_model(tier: str, rows: int, join
     assert copied.identity.__self__ is model
     memories = getattr(copied.memory, "memories", [copied.memory])
     assert all(memory.encoder is None or memory.encoder._model is model for memory in memories)
-    assert joined or copied.notes == cache.notes
+    assert copied.notes == cache.notes
     expected = logits_of(model, torch.cat([text, question], 1))[:, 70:]
     assert_same(logits_of(model, question, past_key_values=copied), expected)
     if before is not None:

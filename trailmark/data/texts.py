@@ -90,9 +90,9 @@ def _is_ours(file: Path) -> bool:
     try:
         found = untrusted.read_json(file, "data", links=True)
     except ValueError:
-        if not any(file.parent.glob("tokens-*.bin")):  # no JSON of ours
-            return False
-        raise
+        if any(file.parent.glob("pairs.jsonl" if file.name == PAIRS_MANIFEST else "tokens-*.bin")):
+            raise  # it is ours, and damaged
+        return False
     return isinstance(found, dict) and _OURS[file.name] <= found.keys()
 
 

@@ -200,7 +200,9 @@ class ChunkCache(Cache):
             other.notes = copy.deepcopy(self.notes)
             return other
         if isinstance(self.memory, JoinedMemory):  # rows in memories of their own, on any tiers
-            return ChunkCache.join([row.branch() for row in self._rows()])
+            other = ChunkCache.join([row.branch() for row in self._rows()])
+            other.notes = copy.deepcopy(self.notes)
+            return other
         other = self._alike()
         memo |= {id(x): x for x in (self.identity, self.memory.encoder)}
         for name, value in vars(self).items():

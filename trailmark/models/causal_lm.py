@@ -6,12 +6,14 @@ it than with a plain model (:mod:`trailmark.models.answers`).
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -56,6 +58,8 @@ from trailmark.models.text import RetrievalScores, Text, at_columns, present_tok
 from trailmark.models.with_retrieved import without_retrieval
 
 # Tokens that ``read`` takes at a time: enough for efficient GEMMs, few enough to keep the memory constant.
+_LIVE = frozenset({"vocab_size", "num_retrieved_chunks", "retrieval_scale"})
+"""Fields that may be set in a model that was made: caches of before are those of another model then."""
 _READ_TOKENS = 4096
 _MEMORY_DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8
 
@@ -74,7 +78,6 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
     compiles: ClassVar[bool] = True
     """Whether ``torch.compile`` makes a graph of a plain call; else it runs uncompiled."""
     context_parallel: ContextParallel | None = None
-    _known_arithmetic: tuple[tuple[Any, ...], CacheKey] | None = None  # by the fields of when it was found
     """The processes that share each text (:func:`trailmark.models.context_parallel.share_texts`); None: none do."""
     embedder: ChunkEmbedder | None = None
     """What finds chunks for a model with ``retriever="encoder"``; set by who has the text's tokenizer."""
@@ -230,12 +233,16 @@ class TrailmarkForCausalLM(ModelAnswers, EncodingMixin, FolderMixin, PreTrainedM
 
     @property
     def _arithmetic(self) -> CacheKey:
-        """Known until a field is set: caches that were made before are those of another model then."""
-        now = tuple(vars(self.config).values())
-        if self._known_arithmetic is None or self._known_arithmetic[0] != now:
-            key = (("model_type", self.config.model_type), *self.config.arithmetic_fields())
-            self._known_arithmetic = now, key
-        return self._known_arithmetic[1]
+        """What layers took of the fields as they were made, and those that are looked up at each call as they are."""
+        config = self.config
+        return tuple(
+            (name, getattr(config, name) if name in _LIVE else value) for name, value in self._made_with
+        )
+
+    @cached_property
+    def _made_with(self) -> CacheKey:
+        fields = copy.deepcopy(self.config.arithmetic_fields())  # lists may be changed in place
+        return (("model_type", self.config.model_type), *fields)
 
     # --- the interface of transformers --------------------------------------------------------------------
 

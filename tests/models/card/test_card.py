@@ -281,7 +281,7 @@ def test_a_card_costs_a_checkpoint_nothing_and_fails_no_save(
     model.save_pretrained(tmp_path / "b")
     assert (tmp_path / "b" / "model.safetensors").is_file()
     assert (tmp_path / "b" / "README.md").is_file()
-    assert "README.md cannot be written" in caplog.text
+    assert "base cannot be read" in caplog.text
 
 
 def test_a_pipe_that_is_called_as_a_card_hangs_nobody(

@@ -190,3 +190,15 @@ def test_the_search_holds_a_block_whatever_the_memory(dtype: str) -> None:
     extra = int(said)
     # a block in float32, and as much again for scores and what torch allocates once; the table takes 77 MB
     assert extra < 2 * 4 * module._BLOCK_ELEMENTS
+
+
+def test_a_place_that_a_second_product_loses_is_found_by_sums() -> None:
+    """What is within rounding is known by another product, which may put one of the best below."""
+    query, landmarks = torch.randn(3, 8), [torch.randn(2, 40, 1, 8)[:1].expand(2, -1, -1, -1)]
+    row, head = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    rest = (64, 4, torch.zeros(3, dtype=torch.int64), torch.tensor([40, 2, 40]), None, 0.0, 0.5)
+    scores = query @ landmarks[0][0, :, 0].T * 0.5
+    lowest = scores.amax(1) - 1e-6  # all but the best are below it
+    near = module._rescore_near(query, row, head, landmarks, *rest, lowest)
+    assert torch.equal(near, module._rescore(query, row, head, landmarks, *rest, lowest))
+    assert (near >= 0).sum(1).tolist() == [4, 2, 4]

@@ -181,10 +181,15 @@ class Saving:
     ) -> None:
         self.config, self.parameters, self.folder = config, parameters, folder
         origin = Path(name_or_path) if name_or_path and Path(name_or_path).is_dir() else None
-        self.known, self.origin_weights = Known(), None
-        with _warned_of(README if folder is None else folder / README):
-            if origin is not None:
-                self.known, self.origin_weights = read_known(origin), weights_sha256(origin)
+        self.known = Known() if origin is None else read_known(origin)
+        self.origin_weights = None
+        if origin is not None:
+            try:
+                self.origin_weights = weights_sha256(origin)
+            except (OSError, ValueError) as error:
+                logger.warning(
+                    "The weights of %s cannot be read (%s): no result is shown of them.", origin, error
+                )
 
     def text(self, weights: str | None, name: str, tags: Sequence[str] = ()) -> str:
         """The card of the weights that were saved."""
@@ -337,7 +342,7 @@ def refresh_card(folder: Path, history: dict[str, Any] | None = None) -> bool:
 
 
 @contextmanager
-def _warned_of(path: str | Path) -> Iterator[None]:
+def _warned_of(path: Path) -> Iterator[None]:
     """Where no card can be made a warning says why, whatever lies there: it is not worth the work that is done."""
     try:
         yield

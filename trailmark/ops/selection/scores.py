@@ -45,11 +45,14 @@ def score_chunks(
     dtype = arithmetic_dtype(query, landmarks)
     scores = query.to(dtype) @ landmarks.to(dtype).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     (B, N, _), chunk = query.shape, torch.arange(landmarks.shape[1], device=query.device)
-    start, end = (
-        bounds_of(name, bound, B, N, query.device, False).each[..., None]
-        for name, bound in (("first_candidate", first_candidate), ("num_candidates", num_candidates))
-    )
+    start = bounds_of("first_candidate", _of_all(first_candidate), B, N, query.device, False).each[..., None]
+    end = bounds_of("num_candidates", _of_all(num_candidates), B, N, query.device, False).each[..., None]
     candidate = (chunk >= start) & (chunk < end)
     if recency:
         scores = scores - less_for_age(recency, end, chunk, dtype)
     return scores.masked_fill(~candidate, -torch.inf)
+
+
+def _of_all(bound: Tensor | int) -> Tensor | int:
+    """[N] for [1, N], which are the same for all rows."""
+    return bound[0] if isinstance(bound, Tensor) and bound.dim() == 2 and len(bound) == 1 else bound

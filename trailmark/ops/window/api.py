@@ -65,7 +65,7 @@ def sliding_window_attention(
         document_ids: int64 ([B, T], [B, P]), or one [B, P] for both: no attention across documents. On a CPU, one
             tensor for T = P consecutive positions with each document in one piece and a window costs about as much as
             none, and less where documents are shorter than the window; otherwise "torch" masks every block anew.
-        alibi_slopes: [H]; see :func:`alibi_slopes`. They get no gradient.
+        alibi_slopes: [H]; see :func:`alibi_slopes`. They learn nothing.
         scale: None is D ** -0.5.
         return_lse: also return the log-sum-exp of the scores, [B, T, H], float32 or wider, -inf where empty.
         implementation: None, "reference", "torch" or "flex" (CUDA, D 16 ... 256, 128 in float32; on a CPU
@@ -108,7 +108,8 @@ def sliding_window_attention(
         require_shape("document_ids[1]", document_ids[1], (B, P), "[B, P]")
     if alibi_slopes is not None:
         require_shape("alibi_slopes", alibi_slopes, (H,), "[H]")
-        alibi_slopes = alibi_slopes.detach()
+        learned = "slopes that require a gradient"
+        require(not alibi_slopes.requires_grad, "alibi_slopes", learned, "some that do not", "Detach them.")
     scale = D**-0.5 if scale is None else scale
     require(num_sinks >= 0, "num_sinks", num_sinks, "0 or more")
     require(

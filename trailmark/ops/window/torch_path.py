@@ -183,7 +183,9 @@ def _banded(call: Call, leading: Tensor | None = None, sinks: Sinks | None = Non
     assert window is not None
     B, T, H, D = q.shape
     carried, given = k.shape[1] - T, q.dtype
-    old = min(window - 1, k.shape[1])  # there are no more keys to be seen
+    old = window - 1
+    if not torch.compiler.is_compiling():  # where sizes may be symbols
+        old = min(old, k.shape[1])  # there are no more keys to be seen
     dtype = attention_dtype(q, k, v, biased=slopes is not None)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)  # once, not per block that a key is seen from
     C = min(max(old, _MIN_BLOCK), _MAX_BLOCK, T)
