@@ -43,7 +43,8 @@ def test_a_book_is_read_and_traced(command: Command, book: Path, tmp_path: Path)
     code, out, err = command("read", model, book, "--memory", memory, "--trace", trace)
     assert code == 0
     count = len(TEXT.encode())
-    assert f"{count} tokens in memory and traced" in err
+    assert " tokens in memory and traced" in err
+    assert f"{book}: {count} tokens read" in out
     assert f"Its trace lies in {trace}; what a reading that goes on needs of it, in {trace}.state/." in out
     chunks = [x for x in read_trace(trace)[1] if isinstance(x, TracedChunk)]
     assert "".join(x.text for x in chunks) == TEXT
