@@ -308,6 +308,28 @@ def test_a_text_that_comes_in_is_no_other_servers_to_remove(
     assert [entry["document"] for entry in documents] == ["b.txt", "a.txt"]
 
 
+def test_a_text_that_is_gone_before_its_end_is_said(
+    models: dict[str, Path], tmp_path: Path, book: str
+) -> None:
+    subject, folder = load(models["bytes"]), tmp_path / "memories" / "book"
+    (tmp_path / "a.txt").write_text(book)
+
+    def stopped(ids: torch.Tensor, cache: Any, told: Callable[[int, int], None]) -> None:
+        subject.model.read(ids[:, :400], cache)
+        told(400, ids.shape[1])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Reader(subject, folder, take=stopped) as reader:
+        reader.read(tmp_path / "a.txt")
+    (tmp_path / "a.txt").unlink()
+    with serving({"bytes": models["bytes"]}, folder.parent) as made:
+        body = {"document": "b.txt", "text": "More words.\n"}
+        answered = made.http.post("/v1/memories/book/texts", json=body)
+    assert answered.status_code == 409
+    assert "'a.txt', which was not read to its end, is gone" in answered.text
+    assert not (folder / "texts" / "b.txt").exists()
+
+
 def test_what_cannot_be_removed_is_said(live: Server, book: str, monkeypatch: pytest.MonkeyPatch) -> None:
     live.append("mounted", "book.txt", book)
     with monkeypatch.context() as patch:

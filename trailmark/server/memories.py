@@ -352,9 +352,16 @@ class Memories:
             folder = self.expect(name)
             self._expect_writer(folder, served)
             with Reader(served.subject, folder, self._dtype, take=take) as reader:
-                path = _in_place(Path(part.name), folder / _TEXTS / document)
                 _where_they_are(reader.sources, folder)
                 unfinished = [Path(source["path"]) for source in reader.sources if not source["done"]]
+                own = Path(os.path.realpath(folder / _TEXTS / document))  # which comes, perhaps again
+                if gone := [text.name for text in unfinished if text != own and not text.is_file()]:
+                    raise RequestError(
+                        409,
+                        f"memory: {gone[0]!r}, which was not read to its end, is gone. Make another memory.",
+                        "memory",
+                    )
+                path = _in_place(Path(part.name), folder / _TEXTS / document)
                 for text in dict.fromkeys([*unfinished, Path(os.path.realpath(path))]):
                     reader.read(text)
 
