@@ -272,7 +272,6 @@ def test_files_that_a_memory_does_not_know_stay(
     assert command("read", models["bytes"], texts / "a.txt", "--memory", folder)[0] == 0
     (texts / "draft.txt").write_text("A text of mine that is not read yet.\n")
     (texts / ".part-of-a-killed-server").write_text("What came in")
-    os.utime(texts / ".part-of-a-killed-server", (0, 0))
     os.mkfifo(texts / ".part-that-is-a-pipe")
     with serving({"bytes": models["bytes"]}, folder.parent) as made:
         made.append("book", "b.txt", book)
@@ -283,10 +282,7 @@ def test_files_that_a_memory_does_not_know_stay(
     ]  # fmt: skip
 
 
-def test_a_text_that_comes_in_is_no_other_servers_to_remove(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trailmark.server.memories._YOUNG", 0.0)  # locks alone keep it
+def test_a_text_that_comes_in_is_no_other_servers_to_remove(models: dict[str, Path], tmp_path: Path) -> None:
     came, go_on = threading.Event(), threading.Event()
 
     def slowly() -> Iterator[bytes]:

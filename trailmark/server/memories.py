@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import secrets
-import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +52,6 @@ T = TypeVar("T")
 _NAME = re.compile(MEMORY_NAME)
 _TEXTS, _PART = "texts", ".part-"
 _PIECE = 16_384  # tokens between two moments at which a reading may be stopped
-_YOUNG = 3600.0  # seconds since a part was written; some file systems have no locks
 _MOST_WAITING = 16  # texts that wait for their turn at one memory
 _READERS = 4  # memories that are written at once
 
@@ -453,11 +451,11 @@ def _wrote(served: Served, known: manifest.Manifest) -> bool:
 
 
 def _remove_parts(texts: Path, own: set[str]) -> None:
-    """Remove what killed servers left of texts that came in; what another server receives is locked, and young."""
+    """Remove what killed servers left of texts that came in; what another server receives is locked."""
     for path in texts.glob(f"{_PART}*"):
         with suppress(OSError, ValueError):
             untrusted.expect_regular(path, "texts")
-            if path.name in own or time.time() - path.stat().st_mtime < _YOUNG:
+            if path.name in own:
                 continue
             with open(path, "r+b") as file:  # locks of a network need one that is written
                 if lock(file.fileno()):
