@@ -108,8 +108,10 @@ def sliding_window_attention(
         require_shape("document_ids[1]", document_ids[1], (B, P), "[B, P]")
     if alibi_slopes is not None:
         require_shape("alibi_slopes", alibi_slopes, (H,), "[H]")
-        learned = "slopes that require a gradient"
-        require(not alibi_slopes.requires_grad, "alibi_slopes", learned, "some that do not", "Detach them.")
+        if not torch.compiler.is_compiling() and alibi_slopes.requires_grad:
+            require(
+                False, "alibi_slopes", "slopes that require a gradient", "some that do not", "Detach them."
+            )
     scale = D**-0.5 if scale is None else scale
     require(num_sinks >= 0, "num_sinks", num_sinks, "0 or more")
     require(
