@@ -277,9 +277,8 @@ class _JsonLines:
 
     def _parse(self, line: bytes, where: str) -> Pair:
         try:
-            record = parse_json(
-                line.removeprefix(codecs.BOM_UTF8).decode("utf-8"), "it", finite=False
-            )  # only its texts are taken
+            text = line.removeprefix(codecs.BOM_UTF8).decode("utf-8")
+            record = parse_json(text, "it", finite=False)  # only its texts are taken
         except UnicodeDecodeError as error:
             raise ValueError(f"data: expected UTF-8 text in {where}, byte {error.start} is none.") from error
         except ValueError as error:

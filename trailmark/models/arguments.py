@@ -154,9 +154,9 @@ def check_vocabulary(argument: str, ids: Tensor, vocab_size: int) -> None:
     """That ids are tokens."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{argument}: expected int64, got {ids.dtype}. Pass {argument}.long().")
-    if (
-        not ids.numel() or torch.compiler.is_compiling()
-    ):  # the embedding and the loss refuse them, if in other words
+    if torch.compiler.is_compiling():  # the embedding and the loss refuse them, if in other words
+        return
+    if not ids.numel():
         return
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:

@@ -57,9 +57,9 @@ from trailmark.models.outputs import CausalLMOutput, Hidden
 from trailmark.models.text import RetrievalScores, Text, at_columns, present_tokens
 from trailmark.models.with_retrieved import without_retrieval
 
-# Tokens that ``read`` takes at a time: enough for efficient GEMMs, few enough to keep the memory constant.
 _LIVE = frozenset({"vocab_size", "num_retrieved_chunks", "retrieval_scale"})
 """Fields that may be set in a model that was made: caches of before are those of another model then."""
+# Tokens that ``read`` takes at a time: enough for efficient GEMMs, few enough to keep the memory constant.
 _READ_TOKENS = 4096
 _MEMORY_DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8
 

@@ -213,6 +213,14 @@ def _check_sharing(config: RunConfig, model: TrailmarkConfig) -> None:
         )
 
 
+_OF_TASKS = {
+    **dict.fromkeys(("hops", "chains", "distractors"), ("niah",)),
+    "num_landmarks": ("niah", "needles"),
+    **dict.fromkeys(("filler_weight", "first_digit_weight", "first_level", "level_accuracy"), ("needles",)),
+}
+"""Fields of data that other tasks would pass over, and the tasks that they are of."""
+
+
 def _check_data(config: RunConfig) -> None:
     data, training = config.data, config.training
     for name in ("paths", "validation"):
@@ -225,19 +233,12 @@ def _check_data(config: RunConfig) -> None:
         raise ValueError(
             f"data.separate_documents: expected false with data.task {data.task}, whose samples are one document each."
         )
-    for name, default in (("hops", 1), ("chains", None), ("distractors", 0)) if data.task != "niah" else ():
-        beside = f"data.{name}", getattr(data, name), default, f"data.task {data.task}"
-        _expect_beside(*beside, "it belongs to task niah", "set data.task=niah")
-    others = (
-        set()
-        if data.task == "needles"
-        else {"filler_weight", "first_digit_weight", "first_level", "level_accuracy"}
-    )
-    others |= {"num_landmarks"} if data.task in ("text", "summarization") else set()
-    for field in (field for field in fields(data) if field.name in others):
-        name, task = f"data.{field.name}", f"data.task {data.task}"
-        wanted = getattr(data, field.name), field.default
-        _expect_beside(name, *wanted, task, "it belongs to other tasks", "set data.task=needles")
+    for field in fields(data):
+        tasks = _OF_TASKS.get(field.name, (data.task,))
+        if data.task not in tasks:
+            wanted, beside = (getattr(data, field.name), field.default), f"data.task {data.task}"
+            why = f"it belongs to task {' or '.join(tasks)}"
+            _expect_beside(f"data.{field.name}", *wanted, beside, why, f"set data.task={tasks[0]}")
     if data.needle_share > 0 and data.task != "text":
         raise ValueError(
             f"data.needle_share: expected 0 with data.task {data.task}, got {data.needle_share}: needles are mixed "

@@ -48,9 +48,8 @@ def open_validation(config: RunConfig, tokenizer: Any, vocab_size: int) -> TextT
     expect_window(corpus, config.training.context_length, "data.validation")
     # as the text is, without early landmarks; the same windows whatever the run's seed
     data = replace(config.data, early_landmarks=0.0, neighbours=None)
-    training = replace(
-        config.training, seed=0, tokens_per_step=config.training.context_length
-    )  # rows are its own
+    # a window a row: how many a step of the training has is no matter here
+    training = replace(config.training, seed=0, tokens_per_step=config.training.context_length)
     return TextTask(replace(config, data=data, training=training), corpus, 1)
 
 
