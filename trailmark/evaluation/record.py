@@ -211,11 +211,12 @@ class Record:
         handle = os.open(self.path.parent, os.O_RDONLY)
         try:
             since = time.monotonic()
-            while not lock(handle) and time.monotonic() - since < _SHORT:
+            while not lock(handle):
+                if time.monotonic() - since > _SHORT:
+                    self._say(f"Another process writes in {self.path.parent}: this one waits for it.")
+                    fcntl.flock(handle, fcntl.LOCK_EX)
+                    break
                 time.sleep(_SHORT / 100)
-            if not lock(handle):  # which holds what it has
-                self._say(f"Another process writes in {self.path.parent}: this one waits for it.")
-                fcntl.flock(handle, fcntl.LOCK_EX)
             yield
         finally:
             os.close(handle)

@@ -40,10 +40,8 @@ def score_parts(scores: Tensor, recency: float = 0.0) -> ScoreParts:
     Returns:
         Deviation and share, float64; 0 and 0 where there are no scores that differ, beyond rounding.
     """
-    block, chunk = (
-        without_recency(scores.detach(), recency),
-        torch.arange(scores.shape[-1], device=scores.device),
-    )
+    block = without_recency(scores.detach(), recency)
+    chunk = torch.arange(scores.shape[-1], device=scores.device)
     rounding = 8 * torch.finfo(scores.dtype).eps
     present = block.isfinite()
     # of the text's own chunks, whatever it was padded to: the last of them asks

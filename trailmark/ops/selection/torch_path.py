@@ -229,11 +229,11 @@ def _rescore_near(
     lowest: Tensor,  # [P] scores below take no part
 ) -> Tensor:
     """As ``_rescore``, with sums for those chunks alone that a GEMM puts within rounding of the last place."""
-    queries, numbers, sums = [], [], []
+    queries, numbers, sums, scaled = [], [], [], asked * scale
     for first, block in _blocks(segments, size):
         last = first + block.shape[1]
         table = block[0, :, 0].to(asked.dtype)
-        scores = (asked * scale) @ table.T  # [P, m]
+        scores = scaled @ table.T  # [P, m]
         chunk = torch.arange(first, last, device=asked.device)
         if recency:
             scores -= less_for_age(recency, end[:, None], chunk, scores.dtype)
