@@ -38,7 +38,11 @@ def main() -> None:
 
     config = load_run_config(
         CONFIG,
-        [f"data.paths={json.dumps([str(shards)])}", f"output={arguments.output}", f"training.steps={arguments.steps}"],
+        [
+            f"data.paths={json.dumps([str(shards)])}",
+            f"output={arguments.output}",
+            f"training.steps={arguments.steps}",
+        ],
     )
 
     def show(run: Run) -> None:
