@@ -201,8 +201,8 @@ class Compared(NamedTuple):
         return found
 
 
-def _additions(folder: Path, seed: int, rate: float | None = None) -> Path:
-    return trained("additions", seed, folder, rate)
+def _additions(folder: Path, seed: int, rate: float | None = None, retriever: float | None = None) -> Path:
+    return trained("additions", seed, folder, rate, retriever)
 
 
 COMPARED = {
@@ -269,16 +269,20 @@ def rates(options: argparse.Namespace) -> None:
     """The layers and the DRT at their learning rates, each seed by itself, on texts of the training length."""
     layers, drt = "window and layers", "additions"
     tried = {layers: options.layer_rates, drt: options.drt_rates}
+    folders: dict[str, Callable[..., Path]] = {
+        layers: deepened,
+        drt: partial(_additions, retriever=options.retriever_rate),
+    }
     _deepen(options, options.seeds, options.layer_rates)
     for seed, rate in product(options.seeds, options.drt_rates):
-        learn(drt, seed, *options.set, folder=options.folder, rate=rate)
+        learn(drt, seed, *options.set, folder=options.folder, rate=rate, retriever=options.retriever_rate)
     measured = Measured(options.folder, LENGTH, options.short_texts)
     for seed in options.seeds:
         rows = []
         for kind in measured.stretches:
             nats = {  # of each text
                 (name, rate): measured.of(
-                    kind, LENGTH, f"{name} at {rate}", COMPARED[name].folder(options.folder, seed, rate)
+                    kind, LENGTH, f"{name} at {rate}", folders[name](options.folder, seed, rate)
                 )[:, 0]
                 for name, of_name in tried.items()
                 for rate in of_name
@@ -291,7 +295,8 @@ def rates(options: argparse.Namespace) -> None:
                     for other in options.layer_rates:
                         row |= interval(f"below {layers} at {other:.0e}", nats[layers, other] - own)
                 rows.append(row)
-        keep(options.output, f"rates, seed {seed}", {"seed": seed, "length": LENGTH, "rows": rows})
+        about = {"seed": seed, "length": LENGTH, "retriever_rate": options.retriever_rate}
+        keep(options.output, f"rates, seed {seed}", about | {"rows": rows})
 
 
 def _row(kind: str, length: int, case: str, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -330,6 +335,11 @@ def main() -> None:
         parser.add_argument(
             f"--{name}-rates", type=float, nargs="+", default=usual, help="learning rates, in the part rates"
         )
+    parser.add_argument(
+        "--retriever-rate",
+        type=float,
+        help="of what scores chunks, in the part rates; default: that of the other additions",
+    )
     parser.add_argument("--set", nargs="*", default=[], help="keys of the training, as key=value")
     options = parser.parse_args()
     start_again_set_up()  # as `trailmark train` does

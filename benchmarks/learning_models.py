@@ -41,9 +41,12 @@ def fitted(begin: str, seed: int, folder: Path = FOLDER) -> Path:
     return folder / f"fitted-{WAYS[begin].fit}-{seed}"
 
 
-def trained(begin: str, seed: int, folder: Path = FOLDER, rate: float | None = None) -> Path:
-    """Where what was trained lies; ``rate``: another learning rate than its way's."""
-    return folder / at_rate(f"learning-{begin}-{seed}", rate, WAYS[begin].rate)
+def trained(
+    begin: str, seed: int, folder: Path = FOLDER, rate: float | None = None, retriever: float | None = None
+) -> Path:
+    """Where what was trained lies; ``rate``: another than its way's; ``retriever``: another of what scores chunks."""
+    name = at_rate(f"learning-{begin}-{seed}", rate, usual := WAYS[begin].rate)
+    return folder / (name if retriever in (None, rate or usual) else f"{name}-retriever-at-{retriever}")
 
 
 def at_rate(name: str, rate: float | None, usual: float) -> str:
@@ -63,9 +66,17 @@ def run_config(folder: Path, seed: int, *settings: str) -> RunConfig:
     ])  # fmt: skip
 
 
-def learn(begin: str, seed: int, *settings: str, folder: Path = FOLDER, rate: float | None = None) -> None:
-    """A seed's runs: the fit, then the retriever, or all that the base lacks; ``rate``: not its way's."""
+def learn(
+    begin: str,
+    seed: int,
+    *settings: str,
+    folder: Path = FOLDER,
+    rate: float | None = None,
+    retriever: float | None = None,
+) -> None:
+    """A seed's runs: the fit, then the retriever, or all that the base lacks; rates as in :func:`trained`."""
     teacher, way, begun = converted(folder, "sliding_window"), WAYS[begin], fitted(begin, seed, folder)
+    own = rate or way.rate
     fit = (
         f"output={begun}", f"init_from={converted(folder, 'drt', *FIELDS)}",
         f"distil.model={teacher}", "distil.weight=0", f"distil.fit_steps={FIT_STEPS}",
@@ -73,8 +84,9 @@ def learn(begin: str, seed: int, *settings: str, folder: Path = FOLDER, rate: fl
         "training.learning_rate=0",
     )  # fmt: skip
     learned = (
-        f"output={trained(begin, seed, folder, rate)}", f"init_from={begun}",
-        f"training.train={way.train}", f"training.steps={STEPS}", f"training.learning_rate={rate or way.rate}",
+        f"output={trained(begin, seed, folder, rate, retriever)}", f"init_from={begun}",
+        f"training.train={way.train}", f"training.steps={STEPS}", f"training.learning_rate={own}",
+        f"training.retriever_learning_rate_factor={(retriever or own) / own}",
         "training.warmup_steps=8", "training.save_steps=15", *settings,
     )  # fmt: skip
     for run_of in (fit, learned):

@@ -152,6 +152,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
         "train": "additions",
         "lora_rank": lora_rank,
         "addition_learning_rate_factor": 3.0,
+        "retriever_learning_rate_factor": 0.5,
     }
     Run(staged(tmp_path / "whole", base, **settings), text=TEXT).train()
     config = staged(tmp_path / "stopped", base, **settings)
@@ -172,13 +173,17 @@ def test_additions_learn_at_a_rate_of_their_own(optimizer: str, weight_decay: fl
     config = run_config(
         Path("unused"), optimizer=optimizer, weight_decay=weight_decay,
         learning_rate=1e-4, matrix_learning_rate=1e-3, addition_learning_rate_factor=3.0,
+        retriever_learning_rate_factor=0.2,
     )  # fmt: skip
     groups = make_optimizer(model, config.training).param_groups
     names = {id(p): name for name, p in model.named_parameters()}
     found = {names[id(p)]: (group["lr"], "momentum" in group) for group in groups for p in group["params"]}
     assert found.keys() == set(names.values())
     for name, (rate, by_muon) in found.items():
-        expected = (1e-3 if by_muon else 1e-4) * (3 if re.fullmatch(ADDITIONS, name) else 1)
+        factor = 3 if re.fullmatch(ADDITIONS, name) else 1
+        if re.fullmatch(RETRIEVER, name):
+            factor *= 0.2
+        expected = (1e-3 if by_muon else 1e-4) * factor
         assert rate == pytest.approx(expected, rel=1e-12), name
         assert by_muon <= (optimizer == "muon")
 
@@ -355,6 +360,9 @@ REFUSED = {
     ),
     ("training.addition_learning_rate_factor=3", "model.architecture=sliding_window"): (
         r"^training.addition_learning_rate_factor: expected 1 for sliding_window"
+    ),
+    ("training.retriever_learning_rate_factor=3", "model.architecture=landmark"): (
+        r"^training.retriever_learning_rate_factor: expected 1 for landmark, which has no retriever that is learned"
     ),
     ("training.train=additions_and_upper", "init_from=x", "model.architecture=landmark"): (
         r"^training.train: expected additions or all for landmark, which has no upper layers"

@@ -100,11 +100,12 @@ def _check_parts(config: RunConfig, model: TrailmarkConfig) -> None:
             f"init_from: expected a folder with weights with training.train {train}, got none: what is not trained "
             "would stay as it is drawn. Name a converted or trained model, or set training.train=all."
         )
-    for part, patterns, lacks in (
-        ("additions", architecture.additions, "additions to a plain language model"),
-        ("additions_and_upper", architecture.upper, "upper layers"),
-        ("retriever", architecture.scoring, "retriever that is learned"),
-    ):
+    parts = {
+        "additions": (architecture.additions, "additions to a plain language model"),
+        "additions_and_upper": (architecture.upper, "upper layers"),
+        "retriever": (architecture.scoring, "retriever that is learned"),
+    }
+    for part, (patterns, lacks) in parts.items():
         if train.startswith(part) and not patterns:
             if train == "additions" and training.lora_rank:
                 continue  # the twin of a model with additions: adapters alone
@@ -112,11 +113,13 @@ def _check_parts(config: RunConfig, model: TrailmarkConfig) -> None:
                 f"training.train: expected {'all' if not architecture.additions else 'additions or all'} for {name}, "
                 f"which has no {lacks}, got {train}. With additions and training.lora_rank adapters alone are trained."
             )
-    if training.addition_learning_rate_factor != 1 and not architecture.additions:
-        raise ValueError(
-            f"training.addition_learning_rate_factor: expected 1 for {name}, which has no additions to a plain "
-            f"language model, got {training.addition_learning_rate_factor}."
-        )
+    for key, part in (("addition", "additions"), ("retriever", "retriever")):
+        patterns, lacks = parts[part]
+        factor = getattr(training, f"{key}_learning_rate_factor")
+        if factor != 1 and not patterns:
+            raise ValueError(
+                f"training.{key}_learning_rate_factor: expected 1 for {name}, which has no {lacks}, got {factor}."
+            )
     if training.lora_rank and train == "all":
         raise ValueError(
             f"training.lora_rank: expected 0 with training.train all, which trains the matrices themselves, got "

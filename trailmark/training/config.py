@@ -176,6 +176,12 @@ class TrainingConfig:
         least=0,
         most=MOST_RATE,
     )
+    retriever_learning_rate_factor: float = setting(
+        1.0,
+        "The learning rates of what scores chunks, as a multiple of those of the other additions.",
+        least=0,
+        most=MOST_RATE,
+    )
     lora_rank: int = setting(
         0,
         "Rank of the adapters (LoRA) that the matrices of layers get which are not trained themselves; 0: none. The "

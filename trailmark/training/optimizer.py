@@ -22,21 +22,17 @@ Rated = tuple[float, list[nn.Parameter]]
 """Parameters whose learning rate is so many times that of the rest."""
 
 
-def by_rate(
-    named: Iterable[tuple[str, nn.Parameter]], is_addition: Callable[[str], bool], factor: float
-) -> list[Rated]:
-    """The parameters that are trained, and apart from them, with another rate, the additions of a pretrained base.
+def by_rate(named: Iterable[tuple[str, nn.Parameter]], factor_of: Callable[[str], float]) -> list[Rated]:
+    """The parameters that are trained, those of each rate together.
 
     Args:
-        named: parameters by their names. is_addition: of a name.
-        factor: of the additions' rate; 1: all are together.
+        named: parameters by their names. factor_of: what the learning rate of that name is multiplied by.
     """
-    rest: list[nn.Parameter] = []
-    additions: list[nn.Parameter] = []
+    rated: dict[float, list[nn.Parameter]] = {1.0: []}
     for name, parameter in named:
         if parameter.requires_grad:
-            (additions if factor != 1 and is_addition(name) else rest).append(parameter)
-    return [rated for rated in ((1.0, rest), (factor, additions)) if rated[1]]
+            rated.setdefault(factor_of(name), []).append(parameter)
+    return [(factor, parameters) for factor, parameters in rated.items() if parameters]
 
 
 def vocabulary_of(model: nn.Module) -> set[nn.Parameter]:
@@ -88,7 +84,7 @@ class MuonAdamW(torch.optim.Optimizer):
         matrix_learning_rate: of Muon; an update has singular values of about this times
             ``max(1, rows / columns) ** 0.5``.
         learning_rate: of AdamW.
-        addition_factor: of both, for the parameters that ``is_addition`` says are additions, by their names.
+        factor_of: what both are multiplied by, for a parameter of that name.
         decay_vectors: as in :func:`parameter_groups`. decay_embeddings: whether the vocabulary's matrices decay.
     """
 
@@ -103,8 +99,7 @@ class MuonAdamW(torch.optim.Optimizer):
         decay_vectors: bool = False,
         eps: float = 1e-8,
         decay_embeddings: bool = True,
-        addition_factor: float = 1.0,
-        is_addition: Callable[[str], bool] = lambda name: False,
+        factor_of: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
         vocabulary = vocabulary_of(model)
         blocks: dict[int, tuple[int, ...]] = {}
@@ -116,7 +111,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._blocks: list[list[tuple[int, ...]]] = []  # of each group of Muon's
         # an adapter's factors are no matrix that an input is multiplied by
         apart = vocabulary | {p for name, p in model.named_parameters() if is_adapter(name)}
-        for factor, parameters in by_rate(model.named_parameters(), is_addition, addition_factor):
+        for factor, parameters in by_rate(model.named_parameters(), factor_of):
             matrices: list[nn.Parameter] = []
             rest: list[nn.Parameter] = []
             for parameter in parameters:

@@ -80,11 +80,17 @@ def base_name(name: str) -> str:
     return unwrapped_name(name).replace(".base_layer.", ".")
 
 
-def is_addition(model: Any, name: str) -> bool:
-    """Whether the model, which may be wrapped, says that its parameter is one that a plain language model lacks."""
-    own = getattr(model, "module", model)
-    part_of = getattr(own, "part_of", None)
-    return part_of is not None and part_of(base_name(name)) in _ADDITIONS
+def rate_factor(model: Any, settings: TrainingConfig, name: str) -> float:
+    """What the learning rates of a model's parameter are multiplied by."""
+    part = _part_of(model, name)
+    factor = settings.addition_learning_rate_factor if part in _ADDITIONS else 1.0
+    return factor * settings.retriever_learning_rate_factor if part == "retriever" else factor
+
+
+def _part_of(model: Any, name: str) -> str:
+    """Of a parameter; the model may be wrapped, or none of ours."""
+    part_of = getattr(getattr(model, "module", model), "part_of", None)
+    return "rest" if part_of is None else str(part_of(base_name(name)))
 
 
 def _inject(model: TrailmarkForCausalLM, frozen: list[str], rank: int, alpha: int) -> None:
@@ -136,7 +142,7 @@ def learned(model: nn.Module, weights: dict[str, Tensor]) -> tuple[dict[str, Ten
     """
     trained = {base_name(name) for name, p in model.named_parameters() if p.requires_grad}
     own = _without_adapters(weights)
-    whole = {name: x for name, x in own.items() if name in trained or is_addition(model, name)}
+    whole = {name: x for name, x in own.items() if name in trained or _part_of(model, name) in _ADDITIONS}
     return whole, _changes(model, weights)
 
 

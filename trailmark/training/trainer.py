@@ -30,7 +30,7 @@ from trailmark.training.config import TrainingConfig
 from trailmark.training.context_parallel import Sharing
 from trailmark.training.loss import Called, Meter, total_weight, weighted_loss
 from trailmark.training.optimizer import MuonAdamW, by_rate, parameter_groups, vocabulary_of
-from trailmark.training.parts import is_addition
+from trailmark.training.parts import rate_factor
 from trailmark.training.running import RunningState
 from trailmark.training.tasks import Batch, Task, share_of
 
@@ -64,14 +64,14 @@ def schedule(settings: TrainingConfig, step: int) -> float:
 def make_optimizer(model: Any, settings: TrainingConfig) -> torch.optim.Optimizer:
     """What ``training.optimizer`` names, of what is trained."""
     betas = settings.adam_beta1, settings.adam_beta2
-    factor, of_additions = settings.addition_learning_rate_factor, partial(is_addition, model)
+    factor_of = partial(rate_factor, model, settings)
     if settings.optimizer == "muon":
         return MuonAdamW(
             model, settings.matrix_learning_rate, settings.learning_rate, betas,
             weight_decay=settings.weight_decay, decay_vectors=settings.decay_vectors, eps=settings.adam_epsilon,
-            decay_embeddings=settings.decay_embeddings, addition_factor=factor, is_addition=of_additions,
+            decay_embeddings=settings.decay_embeddings, factor_of=factor_of,
         )  # fmt: skip
-    rated = by_rate(model.named_parameters(), of_additions, factor)
+    rated = by_rate(model.named_parameters(), factor_of)
     spared = () if settings.decay_embeddings else vocabulary_of(model)
     groups = parameter_groups(
         rated, settings.learning_rate, settings.weight_decay, settings.decay_vectors, spared

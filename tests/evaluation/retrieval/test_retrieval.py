@@ -208,6 +208,7 @@ def test_a_model_that_reads_one_chunk_has_no_source_in_hand_and_no_gradient(tmp_
     assert group["gradient_popular"] is None
     assert group["gradient_halves"] is None
     assert group["ever_read"] > 0
+    assert "noisy_ever_read" not in group
 
 
 def test_texts_that_were_read_are_not_read_again(tmp_path: Path) -> None:
@@ -312,6 +313,22 @@ def test_the_gradient_is_what_a_small_change_of_a_score_does() -> None:
             losses.append(np.array([each[0::2].sum(), each[1::2].sum()]))
         slope = (losses[1] - losses[0]) / (2 * step)
         np.testing.assert_allclose([even[asking, place], odd[asking, place]], slope, rtol=1e-4)
+
+
+def test_with_noise_the_gradient_is_of_what_training_would_read(tmp_path: Path) -> None:
+    model, ids = drt(2, vocab_size=259, retrieval_noise=True), stretch(0)
+    found = retrieval._gradients(model, ids, noise_seed=5)
+    assert not model.training
+    trained = model.train()(
+        torch.from_numpy(ids)[None], noise_seed=torch.tensor([5]), output_retrieval=True
+    ).retrieval
+    for own, of_training, quiet in zip(found, trained, retrieval._gradients(model.eval(), ids), strict=True):
+        assert np.array_equal(own[0], of_training.indices[0].numpy())
+        assert not np.array_equal(own[0], quiet[0])
+    for noise in (True, False):
+        of_noise = drt(2, vocab_size=259, retrieval_noise=noise)
+        (result,) = asked(of_noise, tmp_path / str(noise), lengths=(LENGTH,), texts=1)
+        assert all(("noisy_ever_read" in group) == noise for group in result["groups"])
 
 
 def test_gradients_of_known_parts_are_taken_apart() -> None:

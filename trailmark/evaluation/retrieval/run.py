@@ -58,7 +58,7 @@ def run(
     A result has ``cases`` (``chunks``, one of CASES, with ``tokens``, ``nats``, ``less``, ``less_low`` and
     ``less_high`` than with none; of spans that come again ``source_read``) and ``groups`` (``popular``, ``deviation``,
     ``rank``, ``agreement``, ``agreement_of_pair``, ``gradient_popular``, ``gradient_halves``, ``ever_read``: see the
-    columns).
+    columns; the last three once more as ``noisy_...``, if the model is trained with noise).
 
     Raises:
         ValueError: a model that does not choose by scores of its own, or a length that the text does not hold or in
@@ -167,6 +167,8 @@ def _of_text(
     cases |= _copies(model, none, ids, limits, settings.seed, number)
     tell("the gradient")
     gradients = _gradients(model, ids)
+    with_noise = model.config.retrieval_noise and K > 1  # a single chunk's score is not trained
+    noisy = _gradients(model, ids, settings.seed + number) if with_noise else None
     useful = -by_chunk[asks + 1]  # what each takes off, but for what is the same for all
     groups = []
     for group, own in enumerate(scores):
@@ -175,6 +177,9 @@ def _of_text(
             | _agreement(own.double().numpy(), limits, asks, tried[asks], useful)
             | _gradient_parts(*gradients[group], int(limits.max()))
         )
+        if noisy is not None:
+            of_noisy = _gradient_parts(*noisy[group], int(limits.max()))
+            groups[-1] |= {f"noisy_{name}": part for name, part in of_noisy.items()}
     return {"cases": cases, "groups": groups}
 
 
@@ -360,10 +365,16 @@ def _ranks(values: Floats) -> Floats:
 # --- what the gradient says ----------------------------------------------------------------------------------------
 
 
-def _gradients(model: Any, ids: Integers) -> list[tuple[Integers, Floats, Floats]]:
-    """Of each group the chunks read [C, K], and the gradient in their scores [C, K] of every other token's loss."""
-    with _differentiable(model):
-        out = model(row_of(model, ids), output_retrieval=True)
+def _gradients(
+    model: Any, ids: Integers, noise_seed: int | None = None
+) -> list[tuple[Integers, Floats, Floats]]:
+    """Of each group the chunks read [C, K], and the gradient in their scores [C, K] of every other token's loss.
+
+    ``noise_seed``: chosen with noise, as in training.
+    """
+    noise = None if noise_seed is None else torch.tensor([noise_seed], device=model.device)
+    with _differentiable(model, training=noise is not None):
+        out = model(row_of(model, ids), noise_seed=noise, output_retrieval=True)
         wide = out.logits.to(torch.promote_types(out.logits.dtype, torch.float32))
         each = F.cross_entropy(wide[0, :-1], _targets(wide, ids)[0], reduction="none")
         weights = [own.weights for own in out.retrieval]
@@ -379,15 +390,18 @@ def _gradients(model: Any, ids: Integers) -> list[tuple[Integers, Floats, Floats
 
 
 @contextmanager
-def _differentiable(model: Any) -> Iterator[None]:
-    """With a gradient in the scores, and no graph of what lies below them."""
+def _differentiable(model: Any, training: bool) -> Iterator[None]:
+    """With a gradient in the scores, and no graph of what lies below them; ``training``: with the noise that has."""
     named = [(model.part_of(name) == "retriever", p, p.requires_grad) for name, p in model.named_parameters()]
+    was_training = model.training
     try:
+        model.train(training)
         for scores, p, _ in named:
             p.requires_grad_(scores)
         with torch.enable_grad():
             yield
     finally:
+        model.train(was_training)
         for _, p, before in named:
             p.requires_grad_(before)
 

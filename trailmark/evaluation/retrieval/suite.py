@@ -83,6 +83,9 @@ _POPULAR = "share of the scores' variance that is a past chunk's own, whoever as
 _AGREEMENT = "rank correlation of scores with what each chunk that was tried took off the loss"
 _HALVES = "correlation of the gradients of every other token's loss with the others': 0 is noise"
 
+_EVER_READ = "of the chunks that some chunk may choose"
+_NOISY = "chosen with noise on the scores, as in training"
+
 SUITE = register(
     Suite(
         name="retrieval",
@@ -128,13 +131,9 @@ SUITE = register(
                 about="of the loss's gradient in the scores",
             ),
             Column("two halves", "gradient_halves", ".3f", on=_GROUPS, about=_HALVES),
-            Column(
-                "ever read",
-                "ever_read",
-                "share",
-                on=_GROUPS,
-                about="of the chunks that some chunk may choose",
-            ),
+            Column("ever read", "ever_read", "share", on=_GROUPS, about=_EVER_READ),
+            Column("two halves, with noise", "noisy_gradient_halves", ".3f", on=_GROUPS, about=_NOISY),
+            Column("ever read, with noise", "noisy_ever_read", "share", on=_GROUPS, about=_NOISY),
         ),
         rows=rows_of,
         parts=("number",),
