@@ -225,6 +225,7 @@ _HERE += [
     "distil.model=null",
     "distil.retrieval_weight=0",
     "distil.fit_steps=0",
+    "distil.fit_retriever=teacher",
     "training.lora_rank=0",
 ]
 
