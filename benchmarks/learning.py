@@ -193,7 +193,7 @@ def from_nothing(options: argparse.Namespace) -> None:
     train_run(config)
     text, length, rows = _held_out(Path(config.data.tokenizer)), config.training.context_length, []
     for step in SMALL_STEPS:
-        checkpoint = folder / "checkpoints" / f"checkpoint-{step}"
+        checkpoint = folder / "checkpoints" / f"step-{step:08d}"
         own = _diagnosed(checkpoint, f"{folder.name}-{step}-diagnosis", length, options.texts, text)
         rows.append({"step": step, "tokens": step * config.training.tokens_per_step} | own)
     about = {"seed": seed, "length": length, "texts": options.texts, "parameters": parameters(opened(folder))}

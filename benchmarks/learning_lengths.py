@@ -296,7 +296,8 @@ def rates(options: argparse.Namespace) -> None:
                         row |= interval(f"below {layers} at {other:.0e}", nats[layers, other] - own)
                 rows.append(row)
         about = {"seed": seed, "length": LENGTH, "retriever_rate": options.retriever_rate}
-        keep(options.output, f"rates, seed {seed}", about | {"rows": rows})
+        apart = f", retriever at {options.retriever_rate}" if options.retriever_rate else ""
+        keep(options.output, f"rates, seed {seed}{apart}", about | {"rows": rows})
 
 
 def _row(kind: str, length: int, case: str, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -333,7 +334,7 @@ def main() -> None:
     )
     for name, usual in (("layer", RATES), ("drt", DRT_RATES)):
         parser.add_argument(
-            f"--{name}-rates", type=float, nargs="+", default=usual, help="learning rates, in the part rates"
+            f"--{name}-rates", type=float, nargs="*", default=usual, help="learning rates, in the part rates"
         )
     parser.add_argument(
         "--retriever-rate",

@@ -150,6 +150,29 @@ def labels_text() -> str:
     )
 
 
+def ways_text() -> str:
+    """What each way to learn reaches of what was wanted of a retriever."""
+    columns: Columns = {
+        "the retriever begins": "{begin}",
+        "seeds": "{seeds}",
+        "labels read": "{all}",
+        "of 131 to 520 candidates": "{131 to 520}",
+        "times as many as BM25": "{times:.1f}",
+        "popular": "{popular}",
+    }
+    rows = []
+    for begin, known in _known("scores"):
+        found = known["results"]
+        shares = {(row["rule"], _candidates(row)): row["share"] for row in found["label"]}
+        popular = [row["popular"] for row in found["parts"] if row["scores"].startswith("learned")]
+        own = {name: f"{shares['learned', name]:.3f}" for name in ("all", "131 to 520")}
+        rows.append({
+            "begin": _BEGINS[begin], "seeds": len(popular), "popular": ", ".join(f"{x:.2f}" for x in popular),
+            "times": shares["learned", "all"] / shares["BM25", "all"], **own,
+        })  # fmt: skip
+    return table(columns, rows)
+
+
 def _above(row: Row, rule: str) -> str:
     return "{share:+.3f} ({low:+.3f} to {high:+.3f})".format(**row["by"][f"learned above {rule}"])
 
@@ -311,7 +334,13 @@ def _rates_text() -> str:
             f"below layers at {x}": between(f"below window and layers at {x:.0e}")
             for x in _layer_rates(found)
         }
-        said = f"The layers and the DRT at other learning rates, seed {found['seed']}, after"
+        apart = found.get("retriever_rate")  # what scores chunks learns at it, whatever the rate of the rest
+        who = (
+            f"The DRT whose retriever learns at {apart}, the rest of its additions"
+            if apart
+            else "The layers and the DRT"
+        )
+        said = f"{who} at other learning rates, seed {found['seed']}, after"
         blocks.append(f"\n\n{said} {found['length']:,} tokens:\n\n{table(columns, found['rows'])}")
     return "".join(blocks)
 
@@ -332,7 +361,10 @@ def diagnosis_text() -> str:
             "learned, nats": "{learned[nats]:.3f}",
             "less with them than with none": lambda row: _less(row["learned"]),
         }
-        groups = [{"scores": name} | found[name]["groups"][0] for name in ("before", "learned")]
+        groups = [
+            {"scores": name, "source_read": own["copy, own"]["source_read"]} | found[name]["groups"][0]
+            for name, own in (("before", before), ("learned", after))
+        ]
         of_scores: Columns = {
             "scores": "{scores}",
             "agreement with use": "{agreement:.2f}",
@@ -340,12 +372,50 @@ def diagnosis_text() -> str:
             "gradient popular": "{gradient_popular:.2f}",
             "halves agree": "{gradient_halves:.2f}",
             "ever read": "{ever_read:.2f}",
+            "a repeated span's source read": "{source_read:.2f}",
         }
         blocks.append(
             f"{found['texts']} stretches of {found['length']:,} tokens of the held-out chapters, seed {found['seed']}; "
             f"the retriever begins {_BEGINS[begin]}.\n\n{table(columns, rows)}\n\n{table(of_scores, groups)}"
         )
     return "\n\n".join(blocks)
+
+
+_READER = {  # what says whether a model makes anything of chunks
+    "its own choice": "own",
+    "random chunks": "random",
+    "the best one of those tried": "one, best",
+    "a repeated span's source": "copy, given",
+}
+
+
+def from_nothing_text() -> str:
+    """What a small model that learns from nothing makes of chunks, as its training goes on."""
+    known = record("learning").get("diagnosis from nothing")
+    if known is None:
+        return ""
+    found = known["results"]
+    columns: Columns = {"steps": "{step:,}", "tokens": "{tokens:,}", "nats": "{nats:.3f}"}
+    columns |= {f"less with {name}": f"{{{name}}}" for name in _READER}
+    columns |= {
+        "source read": "{source_read:.2f}", "popular": "{popular}", "halves agree": "{gradient_halves}",
+        "with noise": "{noisy_gradient_halves}", "ever read": "{ever_read}", "with noise ": "{noisy_ever_read}",
+    }  # fmt: skip
+    rows = []
+    for row in found["rows"]:
+        cases = {case["chunks"]: case for case in row["cases"]}
+        groups = {
+            name: ", ".join(f"{group[name]:.2f}" for group in row["groups"]) for name in row["groups"][0]
+        }
+        less = {name: _less(cases[case]) for name, case in _READER.items()}
+        own = {"nats": cases["own"]["nats"], "source_read": cases["copy, own"]["source_read"]}
+        rows.append(row | groups | less | own)
+    return on_machine(
+        f"{found['texts']} stretches of {found['length']:,} tokens of the held-out chapters, a model of "
+        f"{found['parameters']:,} parameters, seed {found['seed']}; less than without chunks, in nats, with 95% "
+        f"intervals over stretches; of scores and gradients each group's.\n\n{table(columns, rows)}",
+        known["environment"],
+    )
 
 
 def _less(case: Row) -> str:

@@ -405,6 +405,8 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "keys": learning_tables.keys_text,
         "lengths": learning_tables.lengths_text,
         "diagnosis": learning_tables.diagnosis_text,
+        "ways": learning_tables.ways_text,
+        "from nothing": learning_tables.from_nothing_text,
     },
     "docs/pretrained.md": {
         "start": pretrained_tables.start_text,
