@@ -31,6 +31,7 @@ from tests.report.traces import made_up
 from trailmark.data.corpus import Tokens, read_texts, standard_library_texts, tokenize
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
+from trailmark.machine import start_again_set_up
 from trailmark.report.explorer.page import build
 from trailmark.trace.lines import Entry, TraceHeader, read_trace, write_lines
 from trailmark.trace.losses import nats
@@ -172,6 +173,7 @@ def main() -> None:
         "--pages", type=Path, help="keep trace and pages in this folder, and take the trace there"
     )
     arguments = parser.parse_args()
+    start_again_set_up()  # as the commands do
     parts = arguments.parts or _PARTS
     busy = os.getloadavg()[0]  # what else goes on
     with tempfile.TemporaryDirectory() as temporary:

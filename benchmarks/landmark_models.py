@@ -29,6 +29,7 @@ from trailmark.evaluation.needles.ask import measure
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
 from trailmark.files import read_json, write_json
+from trailmark.machine import start_again_set_up
 from trailmark.models import LandmarkForCausalLM
 from trailmark.models.loss import shift_labels, text_loss
 from trailmark.report.console import Progress
@@ -296,6 +297,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     arguments = parser.parse_args()
+    start_again_set_up()  # as the commands do
     benchmark = Benchmark(arguments.folder, arguments.output)
     for name, part in PARTS.items():
         if arguments.only in (None, name):

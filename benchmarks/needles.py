@@ -23,6 +23,7 @@ from trailmark.evaluation.needles.ask import measure as ask
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject
 from trailmark.files import read_json, write_json
+from trailmark.machine import start_again_set_up
 from trailmark.report.console import Progress
 from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.run import Run
@@ -115,6 +116,7 @@ def main() -> None:
     parser.add_argument("-s", "--seed", type=int)
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmark-needles"))
     arguments = parser.parse_args()
+    start_again_set_up()  # as the commands do
     for name in arguments.cases or CASES:
         for seed in [arguments.seed] if arguments.seed is not None else SEEDS.get(name, (0,)):
             if any((r["case"], r["seed"]) == (name, seed) for r in read_json(OUTPUT) or []):

@@ -29,6 +29,7 @@ from trailmark.data.corpus import standard_library_texts
 from trailmark.evaluation.parted_reading import STRETCH, PartedReader
 from trailmark.evaluation.subject import load
 from trailmark.files import read_json
+from trailmark.machine import start_again_set_up
 from trailmark.memory import hashes, manifest, saved
 from trailmark.models.stretches import tokens_before_chunks
 from trailmark.report.console import duration
@@ -228,6 +229,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()
+    start_again_set_up()  # as the commands do
     cores = os.cpu_count() or 1
     known = (read_json(options.output) or {}).get("commands", {}).get("results", [])
     found = {f"{row['size']} {row['tier']}": row for row in known}

@@ -20,6 +20,7 @@ from trailmark.evaluation.harness.suite import HarnessSettings
 from trailmark.evaluation.record import Record, environment
 from trailmark.evaluation.subject import load
 from trailmark.files import read_json, write_json
+from trailmark.machine import start_again_set_up
 from trailmark.report.console import Progress
 
 OUTPUT = Path(__file__).with_suffix(".json")
@@ -38,6 +39,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()
+    start_again_set_up()  # as the commands do
     progress = Progress()
     kept: list[dict[str, Any]] = read_json(options.output) or []
     for named in options.models:

@@ -32,6 +32,7 @@ from trailmark.evaluation.needles.suite import NeedleSettings
 from trailmark.evaluation.record import Record, environment
 from trailmark.evaluation.subject import load
 from trailmark.files import read_json, write_json
+from trailmark.machine import start_again_set_up
 from trailmark.report.console import Progress
 from trailmark.training.config import DataConfig, RunConfig, TrainingConfig
 from trailmark.training.run import HISTORY_FILE, Run
@@ -284,6 +285,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--case", type=int, nargs="*", choices=range(len(CASES)), help="default: all")
     arguments = parser.parse_args()
+    start_again_set_up()  # as the commands do
     cases = [CASES[n] for n in arguments.case or range(len(CASES))]
     try:
         Benchmark(arguments.folder, OUTPUT, cases, arguments.minutes).run()
