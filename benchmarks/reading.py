@@ -31,6 +31,7 @@ from trailmark.demo import MODELS
 from trailmark.evaluation.needles.ask import measure
 from trailmark.evaluation.needles.suite import NeedleSettings
 from trailmark.evaluation.subject import Subject, load
+from trailmark.machine import start_again_set_up
 from trailmark.memory.search import ExactSearch, FaissSearch
 from trailmark.models import (
     DRTConfig,
@@ -45,6 +46,7 @@ from trailmark.models import (
     SlidingWindowForCausalLM,
     TrailmarkForCausalLM,
 )
+from trailmark.trace.losses import Losses, piece_losses
 
 OUTPUT = Path(__file__).with_suffix(".json")
 ROUNDS = 7
@@ -139,21 +141,30 @@ class _Watched:
         return found
 
 
+def token_nats(model: TrailmarkForCausalLM, cache: Any, ids: Tensor) -> float:
+    """The mean loss of tokens [1, n] that go on from what a cache has read; nothing predicts the first."""
+    losses, last = list[Losses](), None
+    for piece in ids.split(_PIECE, dim=1):
+        found, last = piece_losses(model(piece, past_key_values=cache).logits, last, piece)
+        losses.append(found)
+    return float(np.nanmean(np.concatenate(losses, axis=1)))
+
+
 @torch.no_grad()
 def forward(folder: Path | None) -> list[dict[str, Any]]:
-    """Tokens/s of the shipped demo model's full forward near a text's begin and far from it, by how it searches."""
+    """Tokens/s of the shipped demo model's full forward with losses near a text's begin and far, by how it searches."""
     subject, results = load(Path("demo")), list[dict[str, Any]]()
     model, block = subject.model, K64 // 2
     text = unseen_tokens(subject, M10)
     cache = model.new_cache("host")
 
-    def read_on(search: Any, ids: Tensor) -> None:
+    def read_on(search: Any, ids: Tensor) -> float:
         branch = cache.branch()
         branch.memory.search = search
-        full_forward(model, branch, ids)
+        return token_nats(model, branch, ids)
 
     def speed(search: Any, ids: Tensor) -> float:
-        return block / seconds(partial(read_on, search, ids))
+        return block / seconds(lambda: read_on(search, ids))
 
     for length in (K64, M10):
         while (begin := cache.get_seq_length()) < length - block:
@@ -163,7 +174,12 @@ def forward(folder: Path | None) -> list[dict[str, Any]]:
         # nearer than that faiss is not asked
         named = {"exact": ExactSearch()} | ({"faiss": FaissSearch()} if length > K64 else {})
         watched = {name: _Watched(search) for name, search in named.items()}
-        took = {name: seconds(partial(read_on, search, ids)) for name, search in watched.items()}
+        nats, took = dict[str, float](), dict[str, float]()
+        for name, search in watched.items():
+            began = time.perf_counter()
+            nats[name] = read_on(search, ids)
+            took[name] = time.perf_counter() - began
+        row["nats"] = nats
         row["tokens_per_second"] = spreads(
             {name: partial(speed, search, ids) for name, search in named.items()}
         )
@@ -509,6 +525,7 @@ def main() -> None:
     parser.add_argument("--other", type=Path, help="dtypes: a model beside the demo's")
     parser.add_argument("--memory-case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    start_again_set_up()  # as the commands do
     if arguments.memory_case:
         print(json.dumps(memory_case(arguments.memory_case)))
         return

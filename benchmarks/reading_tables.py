@@ -31,12 +31,15 @@ _PARTS: dict[str, tuple[str, Columns]] = {
     ),
     "forward": (
         "Tokens/s of the full forward of the shipped demo model, over the last 32,768 of so many tokens of other "
-        "packages' sources, by how it searches: median (lowest-highest) of 7 rounds, interleaved. Recall: of what the "
-        "exact search chooses. The first of faiss' rounds, which is not counted, builds its index.",
+        "packages' sources, by how it searches: median (lowest-highest) of 7 rounds, interleaved. Where nats are "
+        "shown, each token's loss is in the time. Recall: of what the exact search chooses. The first of faiss' "
+        "rounds, which is not counted, builds its index.",
         {
             "after tokens": "{length:,}",
             "exact search": "{tokens_per_second[exact]:spread}",
             "faiss": "{tokens_per_second[faiss]:spread}",
+            "nats, exact": "{nats[exact]:.3f}",
+            "nats, faiss": "{nats[faiss]:.3f}",
             "recall of faiss": "{recall:.4f}",
             "first round": "{first_seconds:.1f} s",
         },
