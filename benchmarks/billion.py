@@ -4,13 +4,14 @@
     python benchmarks/billion.py --lengths 1048576 4194304 --questions 50
     python benchmarks/billion.py --model runs/needle-drt --folder runs/billion
     python benchmarks/billion.py --costs                  seconds and bytes alone, of memories that nobody read: minutes
+    python benchmarks/billion.py --batch --questions 1000 --folder runs/batch      of one memory, as a batch: minutes
 
 One memory grows: at each length it is saved and asked, then read on, so that all lengths cost what the longest does.
 The same command goes on where it was stopped: the memory is saved every 2^26 tokens, and each length stands in the
 JSON once it was asked. All needles of a length are hidden at once in a copy of that memory in RAM, which is exactly
 that of the text with the needles in it; each question is then asked by itself (its time) and all of them in batches
 (what was found). The text is Python's own sources, over and over: a period is no number of whole chunks, so chunks are
-others each time.
+others each time until, after 16 times, they come again.
 
 A billion tokens take about two hours of reading on one core, and 16 GB of RAM while they are saved. ``--costs`` fills
 memories with landmark vectors and tokens drawn at random: what a question costs depends on how many there are alone.
@@ -19,22 +20,25 @@ memories with landmark vectors and tokens drawn at random: what a question costs
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import peak_memory, spread
-from tables import RIGHT, Columns, line_figure, on_machine, record, table
+from common import peak_memory, seconds, spread
+from tables import RIGHT, Columns, Row, line_figure, on_machine, record, table
+from torch import Tensor
 
 from trailmark.data.corpus import standard_library_texts, tokenize
 from trailmark.data.needles.haystacks import Haystack
-from trailmark.data.needles.tasks import Trial
+from trailmark.data.needles.tasks import Question, Trial
 from trailmark.evaluation.needles.ask import Plan
-from trailmark.evaluation.needles.askers import MemoryAsker, ReadingCost
+from trailmark.evaluation.needles.askers import Answer, MemoryAsker, ReadingCost
 from trailmark.evaluation.needles.judging import judge, line_of, summary
 from trailmark.evaluation.needles.planting import planted
 from trailmark.evaluation.needles.suite import NeedleSettings
@@ -42,16 +46,21 @@ from trailmark.evaluation.reading import resident_bytes
 from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import Subject, load
 from trailmark.files import read_json, write_json
+from trailmark.machine import start_again_set_up
 from trailmark.memory import ChunkCache, ExactSearch, FaissSearch, MemoryEntries, Span
 from trailmark.memory.saved import MANIFEST
-from trailmark.report.console import Progress, size
+from trailmark.report.console import Progress, duration, size
 
 OUTPUT = Path(__file__).with_suffix(".json")
 LENGTHS = tuple(1 << power for power in range(20, 31, 2))  # 1M ... 1,024M
 COSTS = (1 << 20, 1 << 24, 104_857_600, 1 << 28, 1 << 30)
+BATCHES = (1 << 20, 1 << 24)
 _PIECE = 1 << 18  # tokens that are made at a time
 _SAVED = 1 << 26  # tokens between savings
-_MOST_INDEXED = 1 << 24  # tokens whose index is built for its cost
+_MOST_INDEXED = (
+    1 << 28
+)  # tokens whose index is built for its cost: minutes; that of four times as many takes an hour
+_TOGETHER = 64  # questions of a batch, as the suite asks them
 _TIMED = 20  # questions that are asked by themselves, for their time
 SEARCHES = {"exact": ExactSearch, "faiss": FaissSearch}
 
@@ -77,6 +86,61 @@ def read_on(subject: Subject, cache: ChunkCache, text: Haystack, folder: Path, p
     return {"tokens": done - first, "seconds_reading": reading, "seconds_saving": saving}
 
 
+# --- asking ------------------------------------------------------------------------------------------------
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Of none: None."""
+    if not len(values):
+        return None
+    low, median, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+    return {"low": low, "median": median, "high": high}
+
+
+def line(
+    subject: Subject, trial: Trial, question: Question, answer: Answer, ends: set[int]
+) -> dict[str, Any]:
+    """What is kept of one question, and how its right chunk stands among those that were read.
+
+    "margin": how much its score is above the best other one's; None where it was not read, or nothing beside it.
+    "needles_weight", "text_weight": of chunks with other needles, and of those without any.
+    """
+    verdict = judge(question, answer.tokens, subject.tokenizer, ends, given=True)
+    found = line_of(trial, question, answer, verdict, subject.chunk_size, None)
+    assert answer.selected is not None
+    (read,) = answer.selected[-1]  # a model that chooses once
+    (gold,) = found["gold_chunks"][-1]  # at a chunk's end a needle lies in one
+    others = {m: weight for m, weight in zip(read.chunks, read.weights, strict=True) if m != gold}
+    planted_in = {m for chunks in found["needle_chunks"] for m in chunks}
+    margin = None
+    if (
+        found["retrieved"] and others
+    ):  # a softmax over scores: of two weights the logarithms differ as their scores do
+        margin = math.log(found["weight"]) - math.log(max(others.values()))
+    weights = {
+        f"{name}_weight": math.fsum(weight for m, weight in others.items() if (m in planted_in) == there)
+        for name, there in (("needles", True), ("text", False))
+    }
+    return found | {"margin": margin} | weights
+
+
+def outcome(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What came of questions, and the weight of the right chunk among those answered right, and wrong."""
+    found = summary(lines)
+    found.pop("asked", None)
+    sides = {"all": (True, False), "right": (True,), "wrong": (False,)}
+    return found | {
+        "first": sum(own["ranks"] == [1] for own in lines),
+        "weights": {
+            name: quartiles([own["weight"] for own in lines if own["correct"] in side])
+            for name, side in sides.items()
+        },
+        "margin": quartiles([own["margin"] for own in lines if own["margin"] is not None]),
+        "needles_weight": math.fsum(own["needles_weight"] for own in lines) / len(lines),
+        "text_weight": math.fsum(own["text_weight"] for own in lines) / len(lines),
+    }
+
+
 def ask(subject: Subject, cache: ChunkCache, trial: Trial, ends: set[int]) -> dict[str, Any]:
     """What came of a trial's questions, and the time of one."""
     model, S, cost = subject.model, subject.chunk_size, ReadingCost()
@@ -91,55 +155,82 @@ def ask(subject: Subject, cache: ChunkCache, trial: Trial, ends: set[int]) -> di
     began = time.perf_counter()
     answers = asker.ask(cache, trial.questions, cost)
     together = time.perf_counter() - began
-    lines = []
-    for question, answer in zip(trial.questions, answers, strict=True):
-        verdict = judge(question, answer.tokens, subject.tokenizer, ends, given=True)
-        lines.append(line_of(trial, question, answer, verdict, S, None))
-    found = summary(lines)
-    found.pop("asked", None)
-    return found | {
+    lines = [line(subject, trial, *own, ends) for own in zip(trial.questions, answers, strict=True)]
+    return outcome(lines) | {
         "seconds_first": first,
         "seconds_a_question": spread(times),
         "seconds_a_question_in_batches": together / len(answers),
     }
 
 
-def measure(
-    subject: Subject, length: int, arguments: argparse.Namespace, text: Any, progress: Progress
-) -> dict[str, Any]:
+def add_options(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """Those of a memory that grows."""
+    parser.add_argument("--model", type=Path, default=Path("demo"), help="folder of a DRT trained on needles")
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens, whole chunks")
+    parser.add_argument("--landmarks", default="bfloat16", help="dtype of landmark vectors")
+    parser.add_argument("--folder", type=Path, default=folder, help="of the memory, which is kept")
+
+
+class Grown:
+    """A memory in a folder that is read on from length to length, and questions about needles in copies of it."""
+
+    def __init__(
+        self, subject: Subject, text: Any, arguments: argparse.Namespace, progress: Progress
+    ) -> None:
+        self.subject, self.text, self.progress = subject, text, progress
+        self.folder, self.dtype = arguments.folder, getattr(torch, arguments.landmarks)
+
+    def plan(self, length: int, needles: int) -> tuple[Plan, Haystack]:
+        settings = NeedleSettings((length,), "multi-key", "marks", needles, questions=needles, phases="end")
+        plan, S = Plan.of(self.subject, settings, self.text), self.subject.chunk_size
+        return plan, Haystack(plan.filler, 0, length // S, S)
+
+    def trials(self, length: int, needles: int, count: int = 1) -> list[Trial]:
+        """So many times so many needles, each asked for; a memory of this length holds one trial's at a time."""
+        plan, haystack = self.plan(length, needles)
+        chunks, S = haystack.shape
+        whole = (chunks + 1) * S + plan.task.sizes[1]
+        return plan.task.lay(haystack, whole, chunks - plan.sight, (None,), count, 0, 2, 0)[None]
+
+    def read(self, length: int) -> dict[str, Any]:
+        """Read on to this length; what it cost, and bytes."""
+        model, folder = self.subject.model, self.folder
+        if (folder / MANIFEST).exists():
+            cache = model.load_cache(folder, "tokens")
+        else:
+            cache = model.new_cache("tokens", memory_folder=folder, memory_dtype=self.dtype)
+        if (read := cache.get_seq_length()) > length:
+            raise SystemExit(
+                f"{folder}: expected at most {length:,} tokens, it holds {read:,}. Take a new --folder."
+            )
+        _, haystack = self.plan(length, 1)
+        reading = read_on(self.subject, cache, haystack, folder, self.progress)
+        return {
+            "length": length,
+            "reading": reading,
+            "memory_bytes": cache.memory_bytes(),
+            "bytes_a_token": cache.memory_bytes() / length,
+            "window_bytes": cache.window_bytes(),
+            "folder_bytes": sum(path.stat().st_size for path in folder.iterdir()),
+            "peak_bytes": peak_memory(),
+        }
+
+    def copy(self) -> ChunkCache:
+        """Needles are planted in RAM, and the folder stays as it is."""
+        return self.subject.model.load_cache(self.folder, "host")
+
+
+def measure(grown: Grown, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Read to one length and ask there."""
-    model, S, Q, folder = subject.model, subject.chunk_size, arguments.questions, arguments.folder
-    chunks = length // S
-    settings = NeedleSettings((length,), "multi-key", "marks", Q, questions=Q, phases="end")
-    plan = Plan.of(subject, settings, text)
-    haystack = Haystack(plan.filler, 0, chunks, S)
-    dtype = getattr(torch, arguments.landmarks)
-    if (folder / MANIFEST).exists():
-        cache = model.load_cache(folder, "tokens")
-    else:
-        cache = model.new_cache("tokens", memory_folder=folder, memory_dtype=dtype)
-    if (read := cache.get_seq_length()) > length:
-        raise SystemExit(
-            f"{folder}: expected at most {length:,} tokens, it holds {read:,}. Take a new --folder."
-        )
-    reading = read_on(subject, cache, haystack, folder, progress)
-    result: dict[str, Any] = {
-        "length": length,
-        "reading": reading,
-        "memory_bytes": cache.memory_bytes(),
-        "bytes_a_token": cache.memory_bytes() / length,
-        "window_bytes": cache.window_bytes(),
-        "folder_bytes": sum(path.stat().st_size for path in folder.iterdir()),
-        "peak_bytes": peak_memory(),
-    }
-    del cache
+    subject, Q, progress = grown.subject, arguments.questions, grown.progress
+    plan, haystack = grown.plan(length, Q)
+    result = grown.read(length)
     progress.show(f"{length:,} tokens: {Q} needles")
-    whole = (chunks + 1) * S + plan.task.sizes[1]
-    (trial,) = plan.task.lay(haystack, whole, chunks - plan.sight, (None,), 1, 0, 2, 0)[None]
+    (trial,) = grown.trials(length, Q)
     began = time.perf_counter()
-    copy = model.load_cache(folder, "host")  # needles are planted in RAM, and the folder stays as it is
+    copy = grown.copy()
     result["seconds_loading"], places = time.perf_counter() - began, haystack.changed(trial.needles)
-    with planted(model, copy, haystack, *places):
+    with planted(subject.model, copy, haystack, *places):
         for name in arguments.searches:
             progress.show(f"{length:,} tokens: {Q} questions by search {name}")
             copy.memory.search = SEARCHES[name]()
@@ -150,6 +241,37 @@ def measure(
                 f"{shown['seconds_a_question']['median']:.3f} s a question; {result['memory_bytes']:,} bytes"
             )
     return result | {"resident_bytes": resident_bytes()}
+
+
+def measure_batch(grown: Grown, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All questions as a batch, one after the other, and as a batch again: each of a copy that nobody has asked."""
+    subject, Q = grown.subject, arguments.questions
+    _, haystack = grown.plan(length, Q)
+    grown.read(length)
+    (trial,) = grown.trials(length, Q)
+    cost, places = ReadingCost(), haystack.changed(trial.needles)
+    asker = MemoryAsker(subject.model, subject.chunk_size, lambda folder: subject.model.new_cache())
+
+    def took(name: str, batches: Sequence[Sequence[Question]]) -> list[float]:
+        grown.progress.show(f"{length:,} tokens: {Q} questions, {len(batches)} calls, by search {name}")
+        copy = grown.copy()
+        copy.memory.search = SEARCHES[name]()
+        with planted(subject.model, copy, haystack, *places):
+            asker.ask(copy, trial.questions[:1], cost)  # builds an index, where there is one
+            return [seconds(partial(asker.ask, copy, asked, cost)) for asked in batches]
+
+    found: dict[str, Any] = {"length": length, "questions": Q}
+    for name in arguments.searches:
+        before = took(name, [trial.questions])
+        alone = took(name, [[question] for question in trial.questions])
+        batch = spread(before + took(name, [trial.questions]))
+        found[name] = {
+            "seconds_a_question": spread(alone),
+            "seconds_one_after_the_other": sum(alone),
+            "seconds_batch": batch,
+            "times_as_fast": sum(alone) / batch["median"],
+        }
+    return found
 
 
 def measure_cost(subject: Subject, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -179,17 +301,23 @@ def measure_cost(subject: Subject, length: int, arguments: argparse.Namespace) -
     )
     model.read(torch.randint(3, 256, (1, 8 * S), generator=generator), cache)
     questions = torch.randint(3, 256, (1 + _TIMED, 38), generator=generator).split(1)
+    together = torch.randint(3, 256, (_TOGETHER, 38), generator=generator)
     found: dict[str, Any] = {"length": length, "memory_bytes": cache.memory_bytes()}
+
+    def took(ids: Tensor) -> float:
+        branch = cache.branch(len(ids))
+        return seconds(lambda: model(ids, past_key_values=branch, close_chunk=True, logits_to_keep=1))
+
     for name in arguments.searches:
         if name == "faiss" and length > _MOST_INDEXED:
             continue
-        cache.memory.search, times = SEARCHES[name](), []
-        for question in questions:
-            branch = cache.branch()
-            began = time.perf_counter()
-            model(question, past_key_values=branch, close_chunk=True, logits_to_keep=1)
-            times.append(time.perf_counter() - began)
-        found[name] = {"seconds_first": times[0], "seconds_a_question": spread(times[1:])}
+        cache.memory.search = SEARCHES[name]()
+        times = [took(question) for question in questions]
+        found[name] = {
+            "seconds_first": times[0],
+            "seconds_a_question": spread(times[1:]),
+            "seconds_a_question_in_batches": took(together) / _TOGETHER,
+        }
     return found | {"resident_bytes": resident_bytes() - before}
 
 
@@ -201,8 +329,42 @@ def costs_text() -> str:
         "memory": "{memory_bytes:size}",
         "s a question, exact": "{exact[seconds_a_question]:spread .3f}",
         "s a question, faiss": "{faiss[seconds_a_question]:spread .3f}",
+        "s a question of a batch, exact": "{exact[seconds_a_question_in_batches]:.3f}",
+        "times as fast": _times_as_fast,
+        "s for faiss' index and its first question": "{faiss[seconds_first]:.1f}",
     }
-    return on_machine(table(columns, rows), rows[-1]["environment"])
+    shown = on_machine(table(columns, rows), *(row["environment"] for row in rows))
+    last, longest = [row for row in rows if "faiss" in row][-1], rows[-1]["length"]
+    if last["length"] == longest:
+        return shown
+    # each chunk is compared with all lists, whose number grows with the root of the chunks'
+    more = last["faiss"]["seconds_first"] * (longest / last["length"]) ** 1.5
+    return (
+        f"{shown}\n\nThe index of {longest:,} tokens, on paper by the last that was built: {duration(more)}."
+    )
+
+
+def _times_as_fast(row: Row) -> str:
+    """Questions of a batch, beside questions that are asked by themselves."""
+    found = row["exact"]
+    if "seconds_a_question_in_batches" not in found:
+        return "-"
+    return f"{found['seconds_a_question']['median'] / found['seconds_a_question_in_batches']:.1f}"
+
+
+def batches_text() -> str:
+    """The table of batches in docs/scale.md."""
+    rows = record("billion").get("batches", [])
+    if not rows:
+        return "Not measured yet."
+    columns: Columns = {"tokens": "{length:,}", "questions": "{questions:,}"}
+    for name in SEARCHES:
+        columns |= {
+            f"one after the other, {name}, s": f"{{{name}[seconds_one_after_the_other]:.1f}}",
+            f"as a batch, {name}, s": f"{{{name}[seconds_batch]:spread .2f}}",
+            f"times as fast, {name}": f"{{{name}[times_as_fast]:.1f}}",
+        }
+    return on_machine(table(columns, rows), *(row["environment"] for row in rows))
 
 
 def answers_text() -> str:
@@ -219,6 +381,7 @@ def answers_text() -> str:
         "s a question, exact": "{exact[seconds_a_question]:spread .3f}",
         "s a question, faiss": "{faiss[seconds_a_question]:spread .3f}",
         "s a question of a batch, exact": "{exact[seconds_a_question_in_batches]:.3f}",
+        "times as fast": _times_as_fast,
         "s for faiss' index and its first question": "{faiss[seconds_first]:.1f}",
     }
     return on_machine(table(columns, rows), rows[-1]["environment"])
@@ -230,9 +393,10 @@ def readme_line() -> str:
     exact, times = found["exact"], found["length"] // record("demo")["train_length"]
     return (
         f"- **Facts planted in text** are found far beyond the training length, as above. After {found['length']:,} "
-        f"tokens ({times:,} times that length) a memory that keeps tokens takes {size(found['memory_bytes'])}, and "
-        f"{RIGHT.format(**exact)} of {exact['questions']} questions are answered right, in "
-        f"{exact['seconds_a_question']['median']:.1f} s each on one core ([scale.md](docs/scale.md))."
+        f"tokens ({times:,} times that length; Python's sources, over and over) a memory that keeps tokens takes "
+        f"{size(found['memory_bytes'])}, and {RIGHT.format(**exact)} of {exact['questions']} questions are answered "
+        f"right, in {exact['seconds_a_question']['median']:.1f} s each on one core ([scale.md](docs/scale.md)).\n\n"
+        '  <img alt="Seconds a question, by tokens read" src="docs/billion.png" width="480">\n'
     )
 
 
@@ -254,27 +418,34 @@ def figure(path: Path) -> None:
 @torch.no_grad()
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=Path("demo"), help="folder of a DRT trained on needles")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens, whole chunks")
+    add_options(parser, Path("runs/billion"))
     parser.add_argument("--questions", type=int, default=300, help="at each length")
     parser.add_argument("--searches", nargs="+", default=[*SEARCHES], choices=[*SEARCHES])
-    parser.add_argument("--landmarks", default="bfloat16", help="dtype of landmark vectors")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs/billion"), help="of the memory, which is kept"
-    )
     parser.add_argument("--costs", action="store_true", help="measure seconds and bytes alone")
+    parser.add_argument(
+        "--batch", action="store_true", help="time questions as a batch, and one after the other"
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT)
     arguments = parser.parse_args(words)
+    start_again_set_up()  # as the commands do
     subject, progress = load(arguments.model), Progress()
     text = tokenize(standard_library_texts("haystack"), subject.tokenizer)
+    grown = Grown(subject, text, arguments, progress)
     about = {name: str(getattr(arguments, name)) for name in ("model", "questions", "landmarks")}
-    for length in COSTS if arguments.costs else ():
-        kept = read_json(arguments.output) or {"settings": about, "results": []}
-        costs = [cost for cost in kept.get("costs", []) if cost["length"] != length]
-        costs.append(measure_cost(subject, length, arguments) | {"environment": environment()})
-        write_json(arguments.output, kept | {"costs": sorted(costs, key=lambda cost: cost["length"])})
-        print(f"{length:,} tokens: {costs[-1]}", flush=True)
-    for length in () if arguments.costs else sorted(arguments.lengths):
+    if arguments.costs or arguments.batch:  # these are measured again
+        name = "costs" if arguments.costs else "batches"
+        for length in sorted(arguments.lengths or (COSTS if arguments.costs else BATCHES)):
+            if arguments.costs:
+                row = measure_cost(subject, length, arguments)
+            else:
+                row = measure_batch(grown, length, arguments)
+            kept = read_json(arguments.output) or {"settings": about, "results": []}
+            rows = [known for known in kept.get(name, []) if known["length"] != length]
+            rows.append(row | {"environment": environment()})
+            write_json(arguments.output, kept | {name: sorted(rows, key=lambda known: known["length"])})
+            progress.say(f"{length:,} tokens: {row}")
+        return
+    for length in sorted(arguments.lengths or LENGTHS):
         kept = read_json(arguments.output) or {"settings": about, "results": []}
         if kept["settings"] != about:
             raise SystemExit(
@@ -282,7 +453,7 @@ def main(words: Sequence[str] | None = None) -> None:
             )
         if any(result["length"] == length for result in kept["results"]):
             continue
-        result = measure(subject, length, arguments, text, progress)
+        result = measure(grown, length, arguments)
         kept["results"] += [result | {"environment": environment()}]
         write_json(arguments.output, kept)
     print(f"Numbers: {arguments.output}")

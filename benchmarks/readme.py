@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import billion
+import billion_weights
 import compare_tables
 import context_parallel
 import landmark_tables
@@ -387,6 +388,11 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
     "docs/serving.md": {"serving": serving_text},
     "docs/scale.md": {
         "billion answers": billion.answers_text,
+        "billion batches": billion.batches_text,
+        "billion needles": billion_weights.needles_text,
+        "billion law": billion_weights.law_text,
+        "billion weights": billion_weights.bins_text,
+        "billion scales": billion_weights.scales_text,
         "billion costs": billion.costs_text,
         "processes": parted_reading.commands_text,
         "processes on paper": parted_reading.paper_text,

@@ -1,0 +1,76 @@
+"""What benchmarks/billion_weights.py says of an answer: its weight and margin, and the same memory by another scale."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.benchmark_scripts import modules
+from trailmark.data.corpus import standard_library_texts, tokenize
+from trailmark.evaluation.subject import load
+from trailmark.report.console import Progress
+
+weights = modules("billion_weights")
+LENGTH, NEEDLES, FACTOR = 4096, 40, 2.5
+
+
+def made(weights: ModuleType, folder: Path, *changes: str) -> Any:
+    """A memory of the demo's model, which may have other fields, that has read the same text."""
+    subject = load(Path("demo"), changes)
+    text = tokenize(list(standard_library_texts("haystack"))[:20], subject.tokenizer)
+    grown = weights.Grown(subject, text, argparse.Namespace(folder=folder, landmarks="bfloat16"), Progress())
+    grown.read(LENGTH)
+    return grown
+
+
+@torch.no_grad()
+def test_another_scale_answers_as_a_model_that_has_it_and_read_the_text(
+    weights: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "QUESTIONS", NEEDLES)
+    monkeypatch.setattr(weights, "SCALED", NEEDLES)
+    grown = made(weights, tmp_path / "own")
+    own = grown.subject.model.config.retrieval_scale
+    found = weights.asked(grown, grown.copy(), LENGTH, NEEDLES)
+    assert grown.subject.model.config.retrieval_scale == own
+    other = made(weights, tmp_path / "other", f"retrieval_scale={own * FACTOR}")
+    expected = weights.asked(other, other.copy(), LENGTH, NEEDLES)[1.0]
+    assert found[FACTOR] == expected
+    assert found[1.0] != expected
+    for before, after in zip(found[1.0], expected, strict=True):
+        assert (after["margin"] > before["margin"]) == (before["margin"] > 0)
+        assert before["weight"] + before["needles_weight"] + before["text_weight"] == pytest.approx(1)
+
+
+def test_questions_are_counted_in_pairs(weights: ModuleType) -> None:
+    """Which the other scale makes right, and which wrong."""
+
+    def lines(*right: int) -> list[dict[str, Any]]:
+        kept: dict[str, Any] = {"retrieved": True, "retrieved_by_hop": [True], "reciprocal_rank": 1.0}
+        kept |= {"ranks": [1], "margin": 1.0, "needles_weight": 0.4, "text_weight": 0.0, "weight": 0.6}
+        kept |= {"gold_chunks": [[0]], "selected": [[[0, 1]]]}
+        return [kept | {"correct": bool(of)} for of in right]
+
+    row, other = weights.rows_of(64, 4, {1.0: lines(1, 0, 0, 1), 2.0: lines(0, 1, 1, 1)}, 4.0)
+    assert (row["scale"], row["won"], row["lost"], row["p"]) == (4.0, 0, 0, 1.0)
+    assert (other["scale"], other["won"], other["lost"]) == (8.0, 2, 1)
+    assert other["bins"][-1] == [3, 4]
+    assert other["weights"]["wrong"] == {"low": 0.6, "median": 0.6, "high": 0.6}
+
+
+def test_the_sign_test_is_exact(weights: ModuleType) -> None:
+    assert weights.sign_test(0, 5) == weights.sign_test(5, 0) == 2 / 32
+    assert weights.sign_test(1, 4) == 2 * (1 + 5) / 32
+    assert weights.sign_test(3, 3) == weights.sign_test(0, 0) == 1
+
+
+def test_the_law_of_the_best_of_many_is_found_again(weights: ModuleType) -> None:
+    begin, slope, off = weights.falling([(n, 9 - 2 * math.sqrt(2 * math.log(n))) for n in (8, 30, 200, 1000)])
+    assert (begin, slope) == pytest.approx((9, 2))
+    assert off == pytest.approx(0, abs=1e-9)
