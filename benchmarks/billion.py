@@ -57,9 +57,8 @@ COSTS = (1 << 20, 1 << 24, 104_857_600, 1 << 28, 1 << 30)
 BATCHES = (1 << 20, 1 << 24)
 _PIECE = 1 << 18  # tokens that are made at a time
 _SAVED = 1 << 26  # tokens between savings
-_MOST_INDEXED = (
-    1 << 28
-)  # tokens whose index is built for its cost: minutes; that of four times as many takes an hour
+# tokens whose index is built for its cost, in minutes; that of four times as many takes 8 times as long
+_MOST_INDEXED = 1 << 28
 _TOGETHER = 64  # questions of a batch, as the suite asks them
 _TIMED = 20  # questions that are asked by themselves, for their time
 SEARCHES = {"exact": ExactSearch, "faiss": FaissSearch}
@@ -109,14 +108,14 @@ def line(
     found = line_of(trial, question, answer, verdict, subject.chunk_size, None)
     assert answer.selected is not None
     (read,) = answer.selected[-1]  # a model that chooses once
-    (gold,) = found["gold_chunks"][-1]  # at a chunk's end a needle lies in one
+    (gold,) = found["gold_chunks"][-1]  # a needle of this format lies whole in a chunk
     others = {m: weight for m, weight in zip(read.chunks, read.weights, strict=True) if m != gold}
     planted_in = {m for chunks in found["needle_chunks"] for m in chunks}
+    best = max(others.values(), default=0.0)
     margin = None
-    if (
-        found["retrieved"] and others
-    ):  # a softmax over scores: of two weights the logarithms differ as their scores do
-        margin = math.log(found["weight"]) - math.log(max(others.values()))
+    if found["retrieved"] and best:
+        # weights are a softmax of scores: their logarithms differ as the scores do
+        margin = math.log(found["weight"]) - math.log(best)
     weights = {
         f"{name}_weight": math.fsum(weight for m, weight in others.items() if (m in planted_in) == there)
         for name, there in (("needles", True), ("text", False))
