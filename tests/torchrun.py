@@ -7,10 +7,15 @@ import sys
 from pathlib import Path
 
 
+def launched(count: int, module: str, *words: object) -> list[str]:
+    """The command that has so many processes run a module."""
+    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={count}"] if count > 1 else []
+    return [sys.executable, *launch, "-m", module, *map(str, words)]
+
+
 def by_processes(count: int, *words: str | Path) -> str:
     """What a command says that so many processes carry out, which ends well."""
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={count}"] if count > 1 else []
-    command = [sys.executable, *launch, "-m", "trailmark", *map(str, words)]
+    command = launched(count, "trailmark", *words)
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said

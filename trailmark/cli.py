@@ -286,9 +286,12 @@ def _read_with_all(settings: ReadSettings) -> None:
     progress, began, world = Progress(quiet=not is_main()), time.monotonic(), world_size()
     by = f" by {world} processes together" if world > 1 else ""
 
-    def show(tokens: int) -> None:
-        speed = tokens / max(time.monotonic() - began, 1e-9)
-        progress.show(f"{tokens:,} tokens passed{by}, {speed:,.0f} tokens/s")
+    def show(tokens: int, seconds: float) -> None:
+        total, speed = reader.missing_tokens, tokens / max(seconds, 1e-9)
+        progress.show(
+            f"{tokens:,} of {total:,} tokens read{by}, {speed:,.0f}/s, "
+            f"{duration((total - tokens) / max(speed, 1e-9))} left"
+        )
 
     reader = PartedReader(
         load(settings.model, device=own_device(settings.device)),
@@ -298,9 +301,9 @@ def _read_with_all(settings: ReadSettings) -> None:
         world,
         memory_tier=settings.memory_tier,
         memory_dtype=parse_dtype(settings.memory_dtype),
-        progress=show,
+        counted=lambda tokens: progress.show(f"{tokens:,} tokens counted, by one of {world}"),
     )
-    cache = read_with_all(reader)
+    cache = read_with_all(reader, show)
     if cache is not None:
         seconds, tokens = time.monotonic() - began, cache.get_seq_length()
         progress.say(

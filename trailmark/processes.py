@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import timedelta
@@ -83,7 +84,7 @@ def by_main(action: Callable[[], Result]) -> Result:
         except Exception as error:  # the others wait for an answer
             failed = error
             # in words: an error of another class may not survive the way
-            answer[1] = str(error) if isinstance(error, ValueError) else _told(0, error)
+            answer[1] = str(error) if isinstance(error, ValueError) else told_by(0, error)
     _distributed().broadcast_object_list(answer, src=0, device=_device())
     if failed is not None:
         raise failed
@@ -92,7 +93,8 @@ def by_main(action: Callable[[], Result]) -> Result:
     return answer[0]
 
 
-def _told(number: int, error: Exception) -> str:
+def told_by(number: int, error: Exception) -> str:
+    """What process ``number`` says to the others of its error."""
     return (
         f"process {number}: {error if isinstance(error, ValueError) else f'{type(error).__name__}: {error}'}"
     )
@@ -201,7 +203,7 @@ def _round(mine: Iterator[Result], take: Callable[[Result], object]) -> int:
     except Exception as error:  # the others wait for an answer
         failed = error
     every: Any = [None] * world_size() if is_main() else None
-    _distributed().gather_object((made, failed and _told(rank(), failed)), every)
+    _distributed().gather_object((made, failed and told_by(rank(), failed)), every)
 
     def take_all() -> int:
         for _, told in every:
@@ -236,6 +238,35 @@ def gathered(value: Any) -> list[Any]:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def wait_for_all(meanwhile: Callable[[], object], seconds: float) -> None:
+    """Wait until every process waits here; ``meanwhile`` is called every so many ``seconds``, at first more often."""
+    if not connected():
+        return
+    import torch
+
+    waiting = _distributed().all_reduce(torch.zeros(1, device=_device()), async_op=True)
+    pause = 0.01
+    while not waiting.is_completed():
+        time.sleep(pause)
+        pause = min(2 * pause, seconds)
+        meanwhile()
+    waiting.wait()
+
+
+class Count:
+    """A number to which every process adds when it likes, and waits for none; all of them make it at once."""
+
+    def __init__(self) -> None:
+        self._name, self._alone = by_main(lambda: os.urandom(8).hex()), 0
+
+    def add(self, amount: int) -> int:
+        """Returns what all have added so far."""
+        if not connected():
+            self._alone += amount
+            return self._alone
+        return int(_distributed().distributed_c10d._get_default_store().add(self._name, amount))
 
 
 def part() -> bool:

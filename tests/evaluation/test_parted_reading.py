@@ -5,7 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import shutil
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,14 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.evaluation.reading_together import kill, start
 from tests.memory.tiers.test_tokens import LAST, MODELS
 from tests.models.tiny import block_recurrent, drt, hils, landmark, window_model
 from tests.torchrun import by_processes
 from tests.training.tiny import prose
 from trailmark import cli, processes
 from trailmark.byte_tokenizer import ByteTokenizer
+from trailmark.evaluation import parted_reading
 from trailmark.evaluation.parted_reading import STRETCH, PartedReader, parts_of, read_with_all
 from trailmark.evaluation.reading import Reader
 from trailmark.evaluation.subject import Subject, load
@@ -27,7 +33,12 @@ from trailmark.memory import ChunkCache, hashes, manifest, saved
 from trailmark.memory.parts import FILE, header_of, records_of
 from trailmark.memory.verification import verify
 from trailmark.models import causal_lm
-from trailmark.models.stretches import begin_at
+from trailmark.models.stretches import (
+    begin_at,
+    tokens_before_chunks,
+    tokens_before_end,
+    tokens_of_windows,
+)
 from trailmark.processes import SHARED
 
 # of which more than the last layer chooses
@@ -44,6 +55,7 @@ MODELS = MODELS | {
 MODELS |= {"hils, sinks": lambda: hils(**LAST, far_position="window", num_sinks=6)}
 pytestmark = pytest.mark.usefixtures("one_thread", "no_restart")
 BYTES = ByteTokenizer(extra_ids=0)
+SEED = int(os.environ.get("TRAILMARK_FUZZ_SEED", "0"))  # others draw other moments
 
 
 @pytest.fixture(autouse=True)
@@ -70,11 +82,20 @@ def subject_of(name: str) -> Subject:
     return Subject.of(model, BYTES, model.config.chunk_size)
 
 
+def load_subject(folder: Path) -> Subject:
+    """As the command reads with it."""
+    return load(folder, device="cpu")
+
+
 def readers(
     subject: Subject, files: list[Path], folder: Path, world: int, **options: Any
 ) -> list[PartedReader]:
     options = {"stretch": 64} | options
-    return [PartedReader(subject, files, folder, rank, world, **options) for rank in range(world)]
+    made = [PartedReader(subject, files, folder, rank, world, **options) for rank in range(world)]
+    found = [reader.look() for reader in made]
+    for reader in made:
+        reader.deal(found)
+    return made
 
 
 def read_with(
@@ -125,6 +146,7 @@ def test_the_memory_is_that_of_one_process_byte_for_byte(
     made = read_with(subject, files, tmp_path / "together", world)
     assert len(made[0].stretches) > 6
     assert sum(reader.read_tokens for reader in made) == sum(source["tokens"] for source in made[0].sources)
+    assert made[0].read_twice == 0  # it begins with the text, and the last one keeps the end
     assert_same_memory(tmp_path / "alone", tmp_path / "together")
     verify(tmp_path / "together")
     # and it is read on
@@ -165,23 +187,90 @@ def test_other_tiers_and_types_too(options: Any, files: list[Path], tmp_path: Pa
     assert_same_memory(tmp_path / "alone", tmp_path / "together")
 
 
-def test_the_same_command_goes_on(files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject, folder = subject_of("drt"), tmp_path / "together"
-    first, second = readers(subject, files, folder, 2)
-    first.read()
+def stop_after(tokens: int) -> Callable[[int], None]:
+    """What is told of pieces that were read, as somebody who presses Ctrl-C."""
+    left = [tokens]
 
-    def stop(tokens: int) -> None:
-        if tokens > 300:
+    def passed(read: int) -> None:
+        left[0] -= read
+        if left[0] < 0:
             raise KeyboardInterrupt
 
-    second._progress = stop
+    return passed
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_same_command_goes_on(world: int, files: list[Path], tmp_path: Path) -> None:
+    """With any number of processes, whatever is missing: a run may begin and end anywhere."""
+    subject, folder = subject_of("drt"), tmp_path / "together"
+    first, second = readers(subject, files, folder, 2)
     with pytest.raises(KeyboardInterrupt):
-        second.read()
-    again = read_with(subject, files, folder, 2)
-    assert again[0].read_tokens == 0
-    assert 0 < again[1].read_tokens < sum(x.end - x.first for x in again[1].stretches if x.number % 2)
+        first.read(stop_after(150))
+    second.read()
+    shutil.rmtree(first.parts / f"part-{len(first.stretches) - 3:06}")
+    again = read_with(subject, files, folder, world)
+    read = sum(reader.read_tokens for reader in again)
+    lost = first.stretches[-3].end - first.stretches[-3].first
+    assert (
+        read
+        == again[0].missing_tokens
+        == lost + sum(x.end - x.first for x in first.stretches if x.reader == 0 and x.end > 150)
+    )
+    most = max(reader.read_tokens for reader in again)
+    assert most <= read / world + 80  # a stretch
     read_alone(subject, files, tmp_path / "alone")
     assert_same_memory(tmp_path / "alone", folder)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(8)
+def test_the_end_is_read_again_where_no_part_has_it(name: str, files: list[Path], tmp_path: Path) -> None:
+    """As parts of before they kept it."""
+    subject, folder = subject_of(name), tmp_path / "together"
+    made = readers(subject, files, folder, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parted_reading, "carried_on", lambda end, size: None)
+        for reader in made:
+            reader.read()
+    with saved.hold(folder) as held:
+        join(made, held)
+    assert 0 < made[0].read_twice < made[0].stretches[-1].end
+    read_alone(subject, files, tmp_path / "alone")
+    assert_same_memory(tmp_path / "alone", folder)
+
+
+def test_a_short_last_stretch_is_begun_early_enough_for_the_end(files: list[Path], tmp_path: Path) -> None:
+    subject, folder = subject_of("drt"), tmp_path / "together"
+    made = readers(subject, files, folder, 2)
+    for reader in made:
+        reader.read()
+    last = made[0].stretches[-1]
+    shutil.rmtree(made[0].parts / f"part-{last.number:06}")
+    (again,) = read_with(subject, files, folder, 1)
+    reading = tokens_before_end(subject.model)
+    assert again.read_tokens == last.end - last.first < reading <= again.read_tokens + again.read_twice
+    read_alone(subject, files, tmp_path / "alone")
+    assert_same_memory(tmp_path / "alone", folder)
+
+
+def test_a_run_is_read_from_the_state_at_hand(files: list[Path], tmp_path: Path) -> None:
+    subject = subject_of("drt")
+    made = read_with(subject, files, tmp_path / "together", 3)
+    owners = [stretch.reader for stretch in made[0].stretches]
+    assert owners == sorted(owners)
+    assert {*owners} == {0, 1, 2}
+    # each begins with a piece of 16 tokens, which holds what a chunk depends on, and two chunks that fill the windows
+    assert tokens_before_chunks(subject.model) <= 16
+    assert tokens_of_windows(subject.model) <= 8
+    assert [reader.read_twice for reader in made[:2]] == [0, 16 + 8]
+    assert 16 + 8 <= made[2].read_twice <= 3 * 16  # the second file begins with shorter pieces
+
+
+def test_a_text_that_changes_meanwhile_is_told(files: list[Path], tmp_path: Path) -> None:
+    (reader,) = readers(subject_of("drt"), files, tmp_path / "together", 1)
+    files[1].write_text("Fewer or more.\n")
+    with pytest.raises(ValueError, match=r"^file: expected .*b.txt' to stay as it is"):
+        reader.read()
 
 
 def test_what_does_not_fit_is_found_before_anything_is_joined(files: list[Path], tmp_path: Path) -> None:
@@ -193,7 +282,7 @@ def test_what_does_not_fit_is_found_before_anything_is_joined(files: list[Path],
     part.rename(tmp_path / "elsewhere")
     with saved.hold(folder) as held:
         with pytest.raises(
-            ValueError, match=r"^parts: expected .*part-000003', which process 1 read, it is not there"
+            ValueError, match=r"^parts: expected .*part-000003', which process 0 read, it is not there"
         ):
             join(made, held)
         (tmp_path / "elsewhere").rename(part)
@@ -223,7 +312,7 @@ def test_chunks_that_are_gone_are_read_again(files: list[Path], tmp_path: Path) 
     size = (folder / FILE).stat().st_size
     os.truncate(folder / FILE, size // 2)
     made = readers(subject, files, folder, 2)
-    assert all(reader.whole for reader in made)  # asked by all before anyone writes
+    assert all(sum(x.reader == n for x in made[0].stretches) > 0 for n in (0, 1))
     for reader in made:
         reader.read()
     tokens = made[0].stretches[-1].end
@@ -312,7 +401,8 @@ def test_parts_of_another_text_or_model_are_refused(files: list[Path], tmp_path:
     (other,) = readers(subject, files[1:], folder, 1)
     other.read()
     with pytest.raises(
-        ValueError, match=r"^parts: expected (sha256|end) .* which process 0 read, got .* Remove '.*parts'"
+        ValueError,
+        match=r"^parts: expected (sha256|end) .* which an earlier start read, got .* Remove '.*parts'",
     ):
         read_with(subject, files, folder, 1)
     with pytest.raises(ValueError, match=r"^parts: expected model "):
@@ -378,3 +468,65 @@ def test_torchrun_starts_several(files: list[Path], tmp_path: Path) -> None:
         patch.setattr(hashes, "BLOCK_BYTES", 64 << 20)
         read_alone(again, files, tmp_path / "alone")
         assert_same_memory(tmp_path / "alone", tmp_path / "together")
+
+
+@pytest.fixture
+def saved_model(tmp_path: Path) -> Path:
+    subject_of("drt").model.save_pretrained(tmp_path / "model")
+    BYTES.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_on_one_process_stops_all(
+    saved_model: Path, files: list[Path], tmp_path: Path
+) -> None:
+    folder, words = tmp_path / "together", [saved_model, *files, "--memory", tmp_path / "together"]
+    made = readers(load_subject(saved_model), files, folder, 2)
+    others = sum(stretch.reader == 0 for stretch in made[0].stretches)
+    launcher = start(2.0, 1, *words)  # each piece takes 2 s, of the process with room too
+    said, _ = launcher.communicate(timeout=300)
+    assert launcher.returncode
+    told = [line for line in said.splitlines() if "process 1: memory_folder: expected" in line]
+    assert len(told) == 2, said  # by both of them
+    assert all("limit of file size" in line and "the same command goes on" in line for line in told)
+    assert len([*parts_of(folder).glob("part-*")]) < others
+    assert not (folder / manifest.NAME).exists()
+    end_well(start(0.0, 0, *words))
+    read_alone(load_subject(saved_model), files, tmp_path / "alone")
+    assert_same_memory(tmp_path / "alone", folder)
+
+
+def end_well(launcher: subprocess.Popen[str]) -> None:
+    said, _ = launcher.communicate(timeout=300)
+    assert launcher.returncode == 0, said
+
+
+@pytest.mark.slow
+def test_killed_anywhere_the_same_command_goes_on(
+    saved_model: Path, files: list[Path], tmp_path: Path
+) -> None:
+    """SIGKILL for the launcher and both processes: soon after the first chunk, between parts, as they are joined."""
+    folder, draw = tmp_path / "together", random.Random(SEED)
+    words = [saved_model, *files, "--memory", folder]
+    stretches = len(readers(load_subject(saved_model), files, folder, 2)[0].stretches)
+
+    def parts() -> int:
+        return len([*parts_of(folder).glob(f"part-*/{manifest.NAME}")])
+
+    kills = []
+    for least in (0, 1, 3, 5, stretches - 1, stretches):
+        launcher = start(0.1, 0, *words)
+        while not ((folder / FILE).exists() and parts() >= least) and launcher.poll() is None:
+            time.sleep(0.002)
+        time.sleep(draw.random() * (0.3 if least < stretches else 0.01))
+        if not kill(launcher):
+            break  # it was quicker
+        kills.append(parts())
+    print(f"killed with {kills} of {stretches} parts")
+    assert len(kills) >= 5
+    end_well(start(0.0, 0, *words))
+    assert not parts_of(folder).exists()
+    verify(folder)
+    read_alone(load_subject(saved_model), files, tmp_path / "alone")
+    assert_same_memory(tmp_path / "alone", folder)

@@ -1,9 +1,10 @@
 """Reading texts with several processes: ``torchrun -m trailmark read``. The memory is that of one process, bit for bit.
 
-The texts are one sequence of pieces, cut where one process would cut them, and stretches of it are dealt out. Each
-process tokenizes all of it and reads its own stretches, each a few pieces early (:mod:`trailmark.models.stretches`).
-It writes their chunks where they belong in the memory's own file, and says in a folder beside the memory when a stretch
-is whole, so that the same command goes on. All then sign what was written, and the first process saves the memory.
+The texts are one sequence of pieces, cut where one process would cut them. All count its tokens together, and each
+takes a run of those stretches that are missing. It tokenizes all of the text and begins its run a few pieces early
+(:mod:`trailmark.models.stretches`). It writes chunks where they belong in the memory's own file, and says in a folder
+beside the memory when a stretch is whole, so that the same command goes on; with the last one it keeps what one process
+carries on from the text's end. All then sign what was written, and the first process saves the memory.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from trailmark import __version__
-from trailmark.data.corpus import Tokens, tokenizer_fingerprint
+from trailmark.data.corpus import Tokens, text_pieces, text_tokens, tokenizer_fingerprint
 from trailmark.evaluation.subject import Subject
 from trailmark.files import HeldFolder, remove_folder
-from trailmark.memory import ChunkCache, manifest, saved
+from trailmark.memory import CacheState, ChunkCache, manifest, saved
+from trailmark.memory.chunks import ChunkMemory, MemorySize
 from trailmark.memory.parts import (
     Part,
     begin_part,
@@ -41,22 +44,34 @@ from trailmark.memory.parts import (
 from trailmark.memory.tiers.base import tier_named
 from trailmark.models.stretches import (
     begin_at,
-    carry_on,
+    carried_on,
     expect_partable,
     keep_from_here,
     tokens_before_chunks,
     tokens_before_end,
     tokens_of_windows,
 )
-from trailmark.processes import SHARED, by_main, expect_agreed, expect_shared, gathered, share_out
+from trailmark.processes import (
+    SHARED,
+    Count,
+    by_main,
+    connected,
+    expect_agreed,
+    expect_shared,
+    gathered,
+    rank,
+    share_out,
+    told_by,
+    wait_for_all,
+)
 from trailmark.trace.texts import file_tokens
 from trailmark.untrusted import brief
 
+Result = TypeVar("Result")
 _TIERS = ("disk", "tokens")
 _PART = re.compile(r"part-([0-9]{6,18})")
-STRETCH = (
-    1 << 17
-)  # tokens: a kill loses at most so many of each process; those read before them are few beside them
+STRETCH = 1 << 17  # tokens: a kill loses at most so many of each process
+_TELL_SECONDS = 0.25  # between looks at how far the others are
 
 
 class Piece(NamedTuple):
@@ -77,7 +92,18 @@ class Stretch:
     number: int
     first: int
     end: int = 0
+    reader: int | None = None
+    """The process that is to read it; None: it was read before."""
     digest: Any = field(default_factory=hashlib.sha256)
+
+
+class Found(NamedTuple):
+    """What one process found before anyone wrote."""
+
+    tokens: dict[int, int]
+    """Of those pieces of the texts that it counted, by number."""
+    whole: set[int]
+    """Those stretches at which it looked that were read before."""
 
 
 class PartedReader:
@@ -88,7 +114,7 @@ class PartedReader:
         folder: of the memory, and beside it that of the parts; on a file system that all processes share.
         rank, world: which of how many processes this is.
         memory_tier, memory_dtype: as for :class:`trailmark.evaluation.reading.Reader`.
-        progress: called now and then with the tokens of the text that were passed, by whomever.
+        counted: called now and then with the tokens that this process has counted.
         stretch: tokens of a stretch, at least.
 
     Raises:
@@ -105,7 +131,7 @@ class PartedReader:
         *,
         memory_tier: str = "disk",
         memory_dtype: torch.dtype | None = None,
-        progress: Callable[[int], None] = lambda tokens: None,
+        counted: Callable[[int], None] = lambda tokens: None,
         stretch: int = STRETCH,
     ) -> None:
         expect_partable(subject.model)
@@ -123,11 +149,14 @@ class PartedReader:
         self.folder = folder = Path(os.path.abspath(folder))
         self.files = list(dict.fromkeys(os.path.realpath(path) for path in files))
         self.parts = parts_of(folder)
-        self._tier, self._dtype, self._progress, self._stretch = memory_tier, memory_dtype, progress, stretch
+        self._tier, self._dtype, self._counted, self._stretch = memory_tier, memory_dtype, counted, stretch
         self.sources: list[dict[str, Any]] = []
         self.stretches: list[Stretch] = []
-        """All of the text, once it was passed."""
-        self.read_tokens, self.seconds = 0, 0.0  # by this process
+        """All of the text, once they were dealt out."""
+        self.missing_tokens = 0
+        """Of those that nobody has read before."""
+        self.read_tokens, self.read_twice, self.seconds = 0, 0, 0.0  # by this process; twice: before its runs
+        self._counts: list[int] = []  # tokens of each piece of the texts
         model = subject.model
         self._early, self._late = tokens_before_chunks(model), tokens_before_end(model)
         self._filling = tokens_of_windows(model)
@@ -146,73 +175,115 @@ class PartedReader:
             "stretch": self._stretch,
         }
 
-    # --- each process ------------------------------------------------------------------------------------------
+    # --- before anyone writes ----------------------------------------------------------------------------------
 
-    @cached_property
-    def whole(self) -> set[Path]:
-        """The folders of what this process has read before; to be asked before anyone writes.
+    def look(self) -> Found:
+        """Count this process's share of the tokens, and see which stretches of its share were read before.
 
         Raises:
-            ValueError: one that was damaged.
+            ValueError: no text; a stretch that was damaged.
         """
         found = ((path, _PART.fullmatch(path.name)) for path in self.parts.glob("part-*"))
-        own = (path for path, name in found if name and int(name[1]) % self.world == self.rank)
-        return {path for path in own if lies_there(path, self.folder)}
+        mine = (
+            (path, int(name[1])) for path, name in found if name and int(name[1]) % self.world == self.rank
+        )
+        whole = {number for path, number in mine if lies_there(path, self.folder)}
+        counts: dict[int, int] = {}
+        texts = (text for name in self.files for text in text_pieces(Path(name)))
+        for number, text in enumerate(texts):
+            if number % self.world == self.rank:
+                counts[number] = len(text_tokens(text, self.subject.tokenizer))
+                self._counted(sum(counts.values()))
+        if 0 in counts:
+            counts[0] += len(self.subject.beginning)
+        return Found(counts, whole)
 
-    def read(self) -> None:
-        """Read the stretches of this process, but those that it read before.
+    def deal(self, found: Sequence[Found]) -> None:
+        """Cut the text into stretches, and give each process a run of those that are missing; ``found`` by all."""
+        counts = {number: count for one in found for number, count in one.tokens.items()}
+        self._counts = [counts[number] for number in range(len(counts))]
+        first = 0
+        for count in self._counts:
+            for size in self._sizes(first, count):
+                begins = first % self._chunk_size == 0
+                if not self.stretches or (begins and first - self.stretches[-1].first >= self._stretch):
+                    self.stretches.append(Stretch(len(self.stretches), first))
+                first += size
+                self.stretches[-1].end = first
+        whole = {number for one in found for number in one.whole}
+        missing = [stretch for stretch in self.stretches if stretch.number not in whole]
+        self.missing_tokens, before = sum(stretch.end - stretch.first for stretch in missing), 0
+        for stretch in missing:  # by its middle, among all that is missing
+            size = stretch.end - stretch.first
+            stretch.reader = ((2 * before + size) * self.world - 1) // (2 * self.missing_tokens)
+            before += size
+
+    # --- each process ------------------------------------------------------------------------------------------
+
+    def read(self, passed: Callable[[int], None] = lambda tokens: None) -> None:
+        """Read the stretches of this process.
+
+        Args:
+            passed: called after each piece with the tokens that were read of it: 0 of those that others read.
 
         Raises:
-            ValueError: no text; a part that another run left, or that was damaged; no space.
+            ValueError: no text, or one that changed meanwhile; a part that another run left; no space.
         """
         with contextlib.ExitStack() as stack:
-            self._read(stack)
+            self._read(passed, stack)
 
-    def _read(self, stack: contextlib.ExitStack) -> None:
+    def _read(self, passed: Callable[[int], None], stack: contextlib.ExitStack) -> None:
         """``stack`` closes the memory of a stretch."""
-        stretch, cache = None, None
+        left, stretch, cache = iter(self.stretches), Stretch(-1, 0), None
         for piece in self._pieces():
-            begins = piece.first % self._chunk_size == 0
-            if stretch is None or (begins and piece.first - stretch.first >= self._stretch):
-                if stretch is not None:
-                    self._end(stretch, cache)
-                    stack.close()
-                stretch = Stretch(len(self.stretches), piece.first)
-                self.stretches.append(stretch)
-                if (cache := self._begin(stretch)) is not None:
-                    stack.callback(_close, cache)
-            stretch.end = piece.end
+            if piece.first == stretch.end:
+                stretch = next(left)
+                with stack.pop_all():  # a run has another memory for each of its stretches
+                    cache = self._begin(stretch, cache)
+                if cache is not None:
+                    stack.callback(_close, cache.memory)
             stretch.digest.update(piece.tokens.tobytes())
             if cache is not None:
                 self._take(piece, cache)
             self._see_sinks(piece)
             self._recent.append(piece)
             self._forget()
-            self._progress(piece.end)
-        assert stretch is not None
-        self._end(stretch, cache)
+            if piece.end == stretch.end:
+                self._end(stretch, cache)
+            passed(0 if cache is None else len(piece.tokens))
 
     @property
     def _chunk_size(self) -> int:
         size: int = self.subject.model.config.chunk_size
         return size
 
+    def _sizes(self, first: int, count: int) -> Iterator[int]:
+        """Of the pieces in which one process reads so many tokens that begin there."""
+        model = self.subject.model
+        while count:
+            begun = max(first, model.config.num_sinks)  # sinks are read by themselves
+            size = min(count, begun - first + model.reading_piece() - begun % self._chunk_size)
+            yield size
+            first, count = first + size, count - size
+
     def _pieces(self) -> Iterator[Piece]:
         """The text, in the pieces in which one process reads it."""
-        model, S, first = self.subject.model, self._chunk_size, 0
+        first, counts = 0, iter(self._counts)
         for number, name in enumerate(self.files):
             digest, of_bytes, count = hashlib.sha256(), hashlib.sha256(), 0
             begin = () if number else self.subject.beginning
             for tokens in file_tokens(Path(name), self.subject.tokenizer, begin, of_bytes.update):
+                if len(tokens) != next(counts, None):
+                    raise _changed(name)
                 digest.update(tokens.tobytes())
                 count += len(tokens)
-                while len(tokens):
-                    begun = max(first, model.config.num_sinks)  # sinks are read by themselves
-                    size = begun - first + model.reading_piece() - begun % S
+                for size in self._sizes(first, len(tokens)):
                     yield Piece(first, tokens[:size])
-                    first, tokens = first + len(tokens[:size]), tokens[size:]
+                    first, tokens = first + size, tokens[size:]
             told = {"sha256": digest.hexdigest(), "file_sha256": of_bytes.hexdigest()}
             self.sources.append({"path": name, "tokens": count, "done": True} | told)
+        if next(counts, None) is not None:
+            raise _changed(self.files[-1])
 
     def _see_sinks(self, piece: Piece) -> None:
         model = self.subject.model
@@ -221,38 +292,36 @@ class PartedReader:
 
     def _forget(self) -> None:
         """Let go of pieces with which no reading begins any more."""
-        for _ in range(self._place_to_begin(self._recent[-1].end, self._late)):
+        _, begin = self._place_to_begin(self._recent[-1].end, self._late)
+        while self._recent[0].end <= begin:
             self._recent.popleft()
 
-    def _place_to_begin(self, end: int, tokens: int) -> int:
-        """With which of the recent pieces a reading begins that has full windows ``tokens`` before ``end``.
+    def _place_to_begin(self, end: int, tokens: int) -> tuple[int, int]:
+        """With which of the recent pieces a reading begins that has its shapes ``tokens`` before ``end``.
 
-        It is a piece that begins with a chunk, away from the sinks; where none does, the first.
+        And the token from which on windows are filled before that, away from the sinks. Both begin with a chunk; where
+        no piece does so, the reading begins with the text.
         """
-        sinks, full, places = self.subject.model.config.num_sinks, False, list(self._recent)
-        latest = end - tokens  # where some piece must begin with full windows
+        places, S = list(self._recent), self._chunk_size
+        filling = -(-self._filling // S) * S
         for n in range(len(places) - 1, -1, -1):
             first = places[n].first
-            if (
-                full
-                and first <= latest - self._filling
-                and first % self._chunk_size == 0
-                and first >= 2 * sinks
-            ):
-                return n
-            if not full and first <= latest:
-                full, latest = True, first
-        return 0
+            least = max(places[0].first, 2 * self.subject.model.config.num_sinks) + filling
+            if least <= first <= end - tokens and first % S == 0:
+                return n, first - filling
+        return 0, 0
 
     def _begun_before(self, end: int, tokens: int) -> ChunkCache:
         """A cache that has read the text up to ``end``, as if it had read all of it from ``tokens`` before on."""
-        pieces = list(self._recent)[self._place_to_begin(end, tokens) :]
+        places, (n, begin) = list(self._recent), self._place_to_begin(end, tokens)
         model = self.subject.model
         # what it reads of chunks is not kept
         cache: ChunkCache = model.new_cache(self._tier if tier_named(self._tier).keeps_tokens else "device")
-        begin_at(cache, pieces[0].first if pieces else 0, model.config, self._beginning)
-        for piece in pieces:
-            model.read(_as_ids(piece.tokens, model), cache)
+        begin_at(cache, begin, model.config, self._beginning)
+        filling = [piece.tokens[max(0, begin - piece.first) :] for piece in places[:n] if piece.end > begin]
+        for tokens_read in ([np.concatenate(filling)] if filling else []) + [x.tokens for x in places[n:]]:
+            model.read(_as_ids(tokens_read, model), cache)
+            self.read_twice += len(tokens_read)
         return cache
 
     def _folder(self, stretch: Stretch) -> Path:
@@ -267,13 +336,16 @@ class PartedReader:
         first, end = stretch.first // self._chunk_size, stretch.end // self._chunk_size
         return Part(self._folder(stretch), first, end - first)
 
-    def _begin(self, stretch: Stretch) -> ChunkCache | None:
-        """A cache for a stretch that is to be read by this process."""
-        if stretch.number % self.world != self.rank:
+    def _begin(self, stretch: Stretch, cache: ChunkCache | None) -> ChunkCache | None:
+        """A cache for a stretch that is to be read by this process; ``cache`` has read the one before it."""
+        if stretch.reader != self.rank:
             return None
-        if self._folder(stretch) in self.whole:
-            return None
-        cache = self._begun_before(stretch.first, self._early)
+        if cache is None:
+            own = [other for other in self.stretches[stretch.number :] if other.reader == self.rank]
+            tokens = self._early
+            if own[-1] is self.stretches[-1]:  # whose end is to be kept
+                tokens = max(tokens, stretch.first - own[-1].end + self._late)
+            cache = self._begun_before(stretch.first, tokens)
         empty = self._empty(self.folder)
         begin_part(empty.memory, stretch.first // self._chunk_size)
         keep_from_here(cache, empty)
@@ -294,8 +366,13 @@ class PartedReader:
     def _end(self, stretch: Stretch, cache: ChunkCache | None) -> None:
         """Keep what was read of a stretch; or see that what was kept before is of this text."""
         if cache is not None:
-            save_part(cache.memory, cache.begun(1).memory, self._folder(stretch), self._header(stretch))
-        elif stretch.number % self.world == self.rank:
+            end: CacheState | None = None
+            if stretch is self.stretches[-1]:
+                chunks = np.array([stretch.end // self._chunk_size])
+                end = carried_on(cache.begun(1), MemorySize(chunks, 0))
+            size = cache.begun(1).memory
+            save_part(cache.memory, size, self._folder(stretch), self._header(stretch), end)
+        elif stretch.reader is None and stretch.number % self.world == self.rank:
             self._expect_of_this_text(stretch)
 
     def _header(self, stretch: Stretch) -> dict[str, Any]:
@@ -311,8 +388,8 @@ class PartedReader:
         wrong = [name for name in expected if found.get(name) != expected[name]]
         if wrong:
             raise ValueError(
-                f"parts: expected {wrong[0]} {brief(expected[wrong[0]])} in {str(folder)!r}, which process "
-                f"{stretch.number % self.world} read, got {brief(found.get(wrong[0]))}: another text or model, or "
+                f"parts: expected {wrong[0]} {brief(expected[wrong[0]])} in {str(folder)!r}, which "
+                f"{_who(stretch)} read, got {brief(found.get(wrong[0]))}: another text or model, or "
                 f"other options. Remove {str(self.parts)!r} and read again, or choose another --memory."
             )
         records_of(found, self._part(stretch), self._planes)
@@ -328,8 +405,8 @@ class PartedReader:
         for stretch in self.stretches:
             if not os.path.lexists(self._folder(stretch) / manifest.NAME):
                 raise ValueError(
-                    f"parts: expected {str(self._folder(stretch))!r}, which process {stretch.number % self.world} "
-                    "read, it is not there. Do all processes write to one file system? The same command goes on."
+                    f"parts: expected {str(self._folder(stretch))!r}, which {_who(stretch)} read, it is not "
+                    "there. Do all processes write to one file system? The same command goes on."
                 )
             self._expect_of_this_text(stretch)
 
@@ -352,9 +429,12 @@ class PartedReader:
         """
         model, cache = self.subject.model, self._empty(self.folder)
         parts, expected = [*map(self._part, self.stretches)], model._expected_state()
-        size = put_together(cache.memory, self.folder, parts, sha256, model.device, expected)
-        end = self._recent[-1].end
-        carry_on(cache, self._begun_before(end, self._late), size)
+        size, end = put_together(
+            cache.memory, self.folder, parts, sha256, model.device, expected, self._empty(None).begun
+        )
+        if end is None:  # parts of versions that did not keep it
+            end = carried_on(self._begun_before(self.stretches[-1].end, self._late).begun(1), size)
+        cache.state = replace(end, memory=size)
         cache.notes["sources"] = self.sources
         cache.save(self.folder, held)
         remove_parts(self.folder)
@@ -376,23 +456,27 @@ def remove_parts(folder: Path) -> None:
         remove_folder(parts)
 
 
-def read_with_all(reader: PartedReader) -> ChunkCache | None:
+def read_with_all(
+    reader: PartedReader, progress: Callable[[int, float], None] = lambda tokens, seconds: None
+) -> ChunkCache | None:
     """Read the texts with all processes, which know each other; the memory in the first of them, None in the others.
 
+    Args:
+        progress: called now and then with the tokens that all have read together, and in how many seconds.
+
     Raises:
-        ValueError: as :class:`PartedReader`; processes of other weights, versions or options, or that do not share the
-            folder.
+        ValueError: as :class:`PartedReader`, of whichever process, in all of them and with its number; processes of
+            other weights, versions or options, or that do not share the folder.
     """
     expect_agreed(reader.agreed)
-    if wrong := next(filter(None, gathered(_find_whole(reader))), None):
-        raise ValueError(wrong)
+    reader.deal(_all_or_none(reader.look))
     with contextlib.ExitStack() as stack:
         expect_shared("memory", reader.parts)
         held: list[HeldFolder] = []
         # before anyone writes there
         by_main(lambda: held.append(stack.enter_context(saved.hold(reader.folder))))
-        reader.read()
-        gathered(None)  # all have read
+        together = _Together(progress)
+        _all_or_none(lambda: together.watch(reader.read), together.show)
         by_main(reader.expect_parts)
         sha256: dict[int, str] = {}
         share_out(range(reader.world), lambda numbers: (reader.sign(n) for n in numbers), sha256.update)
@@ -401,18 +485,79 @@ def read_with_all(reader: PartedReader) -> ChunkCache | None:
     return joined[0] if joined else None
 
 
-def _find_whole(reader: PartedReader) -> str | None:
-    """What is wrong with what the process has read before."""
+def _all_or_none(
+    action: Callable[[], Result], meanwhile: Callable[[], object] = lambda: None
+) -> list[Result]:
+    """What ``action`` returns in each process; where it fails in one, all fail with what that one says.
+
+    ``meanwhile`` is called now and then by who waits for the others.
+    """
+    made: Result | None = None
+    failed: Exception | None = None
     try:
-        _ = reader.whole
-    except ValueError as error:
-        return str(error)
-    return None
+        made = action()
+    except Exception as error:  # the others wait for an answer
+        failed = error
+    told = None if failed is None or isinstance(failed, _Stopped) else told_by(rank(), failed)
+    wait_for_all(meanwhile, _TELL_SECONDS)
+    every = gathered((made, told))
+    if failed is not None and not (connected() and isinstance(failed, ValueError | _Stopped)):
+        raise failed
+    if (wrong := next((told for _, told in every if told is not None), None)) is not None:
+        raise ValueError(wrong) from failed
+    return [one for one, _ in every]
 
 
-def _close(cache: ChunkCache) -> None:
-    if (store := cache.memory.store) is not None:
-        store.close()
+class _Stopped(Exception):
+    """Another process has failed."""
+
+
+class _Together:
+    """How far all processes are, and whether one has failed: then nobody goes on for nothing."""
+
+    def __init__(self, progress: Callable[[int, float], None]) -> None:
+        self._progress, self._began = progress, time.monotonic()
+        self._read, self._failures = Count(), Count()
+        self._untold, self._told_at = 0, 0.0
+
+    def watch(self, action: Callable[[Callable[[int], None]], None]) -> None:
+        """``action`` is given what it is to call with the tokens that it has read since its last call."""
+        try:
+            action(self._tell)
+        except _Stopped:
+            raise
+        except Exception:
+            self._failures.add(1)
+            raise
+
+    def show(self) -> None:
+        self._progress(self._read.add(self._untold), time.monotonic() - self._began)
+        self._untold = 0
+
+    def _tell(self, tokens: int) -> None:
+        self._untold += tokens
+        if (now := time.monotonic()) - self._told_at < _TELL_SECONDS:
+            return
+        self._told_at = now
+        self.show()
+        if self._failures.add(0):
+            raise _Stopped
+
+
+def _who(stretch: Stretch) -> str:
+    return "an earlier start" if stretch.reader is None else f"process {stretch.reader}"
+
+
+def _changed(name: str) -> ValueError:
+    return ValueError(
+        f"file: expected {name!r} to stay as it is while it is read, it has changed. Leave it alone, and run the same "
+        "command again."
+    )
+
+
+def _close(memory: ChunkMemory) -> None:
+    if memory.store is not None:
+        memory.store.close()
 
 
 def _as_ids(tokens: Tokens, model: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,17 +17,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trailmark.files import in_threads, lock
+from trailmark.files import NoSpaceError, in_threads, lock
 from trailmark.memory import hashes, manifest, saved
 from trailmark.memory.chunks import ChunkMemory, MemorySize
 from trailmark.memory.hashes import Signed, pieces_of
 from trailmark.memory.manifest import BYTES_OF, MOST, expect_digests, record_bytes
 from trailmark.memory.saved import Saved
-from trailmark.memory.schema import Expected, expect_record_shape, expect_tables, expect_tensors
-from trailmark.memory.snapshot import fill
-from trailmark.memory.tiers.disk import DiskStore
+from trailmark.memory.schema import (
+    Expected,
+    expect_numbers,
+    expect_record_shape,
+    expect_tables,
+    expect_tensors,
+)
+from trailmark.memory.snapshot import fill, read_state, state_tensors
+from trailmark.memory.state import CacheState
+from trailmark.memory.tiers.disk import STRETCHES_STAY, DiskStore
 from trailmark.memory.tiers.files import open_records
 from trailmark.settings import Settings, from_mapping, setting
+from trailmark.untrusted import brief
 
 FILE = "chunks-1.bin"
 
@@ -89,8 +97,13 @@ def begin_part(memory: ChunkMemory, first_chunk: int) -> None:
     memory.own_store = lambda layout: DiskStore(file, *layout, before=first)
 
 
-def save_part(memory: ChunkMemory, size: MemorySize, folder: Path, header: dict[str, Any]) -> None:
+def save_part(
+    memory: ChunkMemory, size: MemorySize, folder: Path, header: dict[str, Any], end: CacheState | None = None
+) -> None:
     """Say in ``folder`` what was written of a stretch, once it lies on the disk.
+
+    Args:
+        end: of the last stretch, what a cache carries on from the text.
 
     Raises:
         ValueError: as :func:`trailmark.memory.saved.save`.
@@ -104,7 +117,11 @@ def save_part(memory: ChunkMemory, size: MemorySize, folder: Path, header: dict[
         ranges = [[x - records.begin for x in records.within(block)] for block in records.blocks()]
         digests = tuple(hashes.digest(store.pieces, begin, end) for begin, end in ranges)
         told = asdict(replace(records, sha256=digests))
-    saved.save(folder, memory.tables(size), header | {"records": told}, None, 0)
+    tensors = memory.tables(size) | ({} if end is None else dict(state_tensors(end)))
+    try:
+        saved.save(folder, tensors, header | {"records": told}, None, 0)
+    except NoSpaceError as error:
+        raise NoSpaceError("memory_folder", folder.parent, error.needed, STRETCHES_STAY) from error
 
 
 def lies_there(part: Path, folder: Path) -> bool:
@@ -225,24 +242,34 @@ def put_together(
     sha256: Mapping[int, str],
     device: torch.device,
     expected: Expected,
-) -> MemorySize:
+    empty: Callable[[int], CacheState],
+) -> tuple[MemorySize, CacheState | None]:
     """Fill ``memory``, which is empty, with the chunks of all stretches; no record is read.
 
-    Its file is then kept from all others.
+    Its file is then kept from all others. Returned with its size is what the last stretch says of the text's end, if it
+    says so.
 
     Args:
         parts: in the text's order.
         sha256: of every block, see :func:`sign`.
+        empty: the state of so many rows before anything was read.
 
     Raises:
         ValueError: other chunks than so many of this model, or a process that still writes there.
     """
     tables: list[dict[str, Tensor]] = []
-    size, last = MemorySize(np.zeros(1, np.int64), 0), None
+    size, last, end = MemorySize(np.zeros(1, np.int64), 0), None, None
     for part in parts:
         there = saved.load(part.folder)
-        records, tensors = records_of(there.header, part, memory.planes), there.tensors
-        _expect_chunks(part, tensors, records, last, memory, expected)
+        records = records_of(there.header, part, memory.planes)
+        with _naming(part.folder):
+            expect_tensors(there.tensors, expected)
+            tensors = there.tensors
+            if part is parts[-1] and "num_tokens" in tensors:
+                end, tensors = read_state(tensors, empty, device)
+                expect_numbers(end, expected)
+                _expect_end(end, part)
+            _expect_chunks(part, tensors, records, last, memory, expected)
         if records is None:
             continue
         short = bool((tensors["lengths"] < memory.keys_of_shape(records.record_shape)).any())
@@ -250,7 +277,7 @@ def put_together(
         size = MemorySize(size.chunks + part.chunks, size.records + records.count, size.short or short)
         last = records
     if last is None:
-        return size
+        return size, end
     joined = {
         name: torch.cat([x[name] for x in tables], dim=-2 if name == "landmarks" else -1)
         for name in ("records", "starts", "lengths", "landmarks")
@@ -262,7 +289,7 @@ def put_together(
     assert memory.store is not None
     memory.store.hold()
     os.truncate(folder / FILE, last.end)  # a reading that was stopped may have written more
-    return size
+    return size, end
 
 
 def _expect_chunks(
@@ -274,17 +301,27 @@ def _expect_chunks(
     expected: Expected,
 ) -> None:
     sizes, count, rows = expected.sizes, 0, None
+    if records is not None:
+        count, rows = records.count, memory.keys_of_shape(records.record_shape)
+        expect_record_shape(records.record_shape, expected, memory.keeps_tokens)
+        own, others = ((x.record_shape, x.dtype) for x in (records, before or records))
+        if own != others:
+            raise ValueError(
+                f"record_shape, dtype: expected those of the stretch before, {others}, got {own}"
+            )
+    counts = torch.tensor([part.chunks])
+    expect_tables(tensors, counts, count, rows, sizes.get("LP"), memory.planes, sizes.get("LE"))
+
+
+def _expect_end(end: CacheState, part: Part) -> None:
+    if (chunks := end.memory.chunks.tolist()) != [part.first + part.chunks]:
+        raise ValueError(f"num_chunks: expected {part.first + part.chunks}, got {brief(chunks)}")
+
+
+@contextlib.contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """What is wrong inside is so with the folder of a stretch."""
     try:
-        if records is not None:
-            count, rows = records.count, memory.keys_of_shape(records.record_shape)
-            expect_record_shape(records.record_shape, expected, memory.keeps_tokens)
-            own, others = ((x.record_shape, x.dtype) for x in (records, before or records))
-            if own != others:
-                raise ValueError(
-                    f"record_shape, dtype: expected those of the stretch before, {others}, got {own}"
-                )
-        expect_tensors(tensors, expected)
-        counts = torch.tensor([part.chunks])
-        expect_tables(tensors, counts, count, rows, sizes.get("LP"), memory.planes, sizes.get("LE"))
-    except (ValueError, IndexError) as error:
-        raise _other(part.folder, str(error)) from error
+        yield
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise _other(folder, str(error)) from error

@@ -45,7 +45,7 @@ def save_state(
     if memory.base is not None:  # a branch: its chunks and those that it shares become one memory
         memory.expect_whole()
         memory, size = memory.flattened(size)
-    tensors = dict(_state_tensors(state)) | memory.tables(size)
+    tensors = dict(state_tensors(state)) | memory.tables(size)
     saved.save(folder, tensors, header | {"notes": notes}, memory.store, size.records, held)
 
 
@@ -82,7 +82,7 @@ def load_state(
     shape, notes = there.record_shape, there.header.get("notes", {})
     try:
         expect_tensors(there.tensors, expected)
-        state, tables = _read_state(there.tensors, empty, device)
+        state, tables = read_state(there.tensors, empty, device)
         num_chunks = torch.from_numpy(state.memory.chunks)
         rows_of_record = None if shape is None else memory.keys_of_shape(shape)
         width = expected.sizes.get("LE")
@@ -125,7 +125,9 @@ def _brief(value: object) -> str:
     return text if len(text) <= 16 else text[:12] + "..."
 
 
-def _state_tensors(state: CacheState) -> Iterator[tuple[str, Tensor]]:
+def state_tensors(state: CacheState) -> Iterator[tuple[str, Tensor]]:
+    """What is saved of a state, by name; :func:`read_state` makes it one again."""
+
     def numbers(x: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(x))
 
@@ -163,9 +165,14 @@ def _state_tensors(state: CacheState) -> Iterator[tuple[str, Tensor]]:
                     yield f"cell.{name}.{n}", x
 
 
-def _read_state(
+def read_state(
     tensors: dict[str, Tensor], empty: Callable[[int], CacheState], device: torch.device
 ) -> tuple[CacheState, dict[str, Tensor]]:
+    """A state that was saved, and what else there is among ``tensors``; ``empty``: the state of so many rows.
+
+    Raises:
+        ValueError: something of it is missing.
+    """
     left = dict(tensors)
 
     def numbers(name: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trailmark.memory import ChunkCache
+from trailmark.memory import CacheState, ChunkCache
 from trailmark.memory.chunks import MemorySize
 
 
@@ -82,17 +82,15 @@ def begin_at(cache: ChunkCache, num_tokens: int, config: Any, beginning: ChunkCa
 
 def keep_from_here(cache: ChunkCache, empty: ChunkCache) -> None:
     """Forget the chunks that were read so far: what follows goes into the memory of ``empty``."""
-    state = cache.begun(1)
     cache.memory = empty.memory
-    cache.state = replace(state, memory=MemorySize(np.zeros(1, np.int64), 0), deferred=None)
+    cache.state = replace(cache.begun(1), memory=MemorySize(np.zeros(1, np.int64), 0))
 
 
-def carry_on(cache: ChunkCache, end: ChunkCache, size: MemorySize) -> None:
-    """Give a cache whose memory holds a whole text's chunks what another, which read its end, carries on."""
-    state = end.begun(1)
-    waiting = state.deferred
+def carried_on(end: CacheState, size: MemorySize) -> CacheState:
+    """What a cache whose memory holds a whole text's chunks carries on from one that has read its end."""
+    waiting = end.deferred
     if waiting is not None:
         waiting = waiting._replace(first_chunk=size.chunks - waiting.is_landmark.sum(1))
     # who reads from the first token on has seen all of it
-    spans = tuple(span._replace(start=np.zeros_like(span.start)) for span in state.spans)
-    cache.state = replace(state, memory=size, deferred=waiting, spans=spans)
+    spans = tuple(span._replace(start=np.zeros_like(span.start)) for span in end.spans)
+    return replace(end, memory=size, deferred=waiting, spans=spans)

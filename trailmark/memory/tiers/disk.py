@@ -29,6 +29,8 @@ from trailmark.memory.tiers.files import (
 from trailmark.memory.tiers.records import Bytes, ChunkStore, Numbers, RecordLayout, bytes_of
 from trailmark.ops.arguments import require
 
+STRETCHES_STAY = "Stretches that are whole stay: free some space, and the same command goes on."
+"""The way out where one of several processes finds no space."""
 _KEEP_FREE = 64 << 20  # of a disk, for the rest of a memory: landmark vectors, windows
 
 
@@ -192,7 +194,7 @@ class DiskStore(ChunkStore):
             "memory_folder",
             self.path.parent,
             needed,
-            "Stretches that are whole stay: free some space, and the same command goes on."
+            STRETCHES_STAY
             if self._shared
             else "What was read stays valid: free some space and read on from there, or go on in a folder on another "
             "disk.",
