@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,13 +32,13 @@ from trailmark.evaluation.subject import load
 from trailmark.files import read_json
 from trailmark.machine import start_again_set_up
 from trailmark.memory import hashes, manifest, saved
-from trailmark.models.stretches import tokens_before_chunks
+from trailmark.models.stretches import tokens_before_chunks, tokens_of_windows
 from trailmark.report.console import duration
 from trailmark.trace.texts import file_tokens
 
 OUTPUT = Path(__file__).with_suffix(".json")
 # model and tier -> tokens; tokens alone need no disk to keep up
-CASES = {"demo disk": 1 << 23, "demo tokens": 1 << 23, "d512 disk": 1 << 18}
+CASES = {"demo disk": 1 << 24, "demo tokens": 1 << 24, "d512 disk": 1 << 18}
 _ROUNDS = 1  # after one that does not count: each takes minutes
 TOKENS, PROCESSES = 1 << 30, (1, 8, 64, 1024)  # on paper
 PROBE, ENDED = 1 << 14, 1 << 23  # tokens read, and put together
@@ -91,6 +92,8 @@ def measure(case: str, cores: int) -> dict[str, Any]:
         last: dict[bool, Path] = {}
 
         def run(processes: bool) -> float:
+            if processes in last:  # gigabytes, of which each run leaves as many
+                shutil.rmtree(last[processes])
             last[processes] = root / f"memory-{next(number)}"
             return command(model, file, last[processes], tier, cores, processes)
 
@@ -144,6 +147,7 @@ def costs_at_end(folder: Path) -> dict[str, float]:
     subject, file = load(made("demo", folder / "model")), text(ENDED, folder / "text.txt")
     reader = PartedReader(subject, [file], folder / "memory", 0, 1)
     with saved.hold(folder / "memory") as held:
+        reader.deal([reader.look()])
         reader.read()
         asked = seconds(reader.expect_parts)
         sha256 = reader.sign(0)
@@ -161,22 +165,24 @@ def landmark_bytes(model: Any) -> float:
 
 
 def on_paper(size: str, at_end: dict[str, float]) -> list[dict[str, Any]]:
-    """Seconds of each part for TOKENS tokens: all tokenize the text, each reads its stretches and signs its share.
+    """Seconds of each part for TOKENS tokens: all tokenize the text, after each has counted a share of it.
 
-    The first then puts the landmark vectors together, and saves them.
+    Each then reads a run of stretches, all but the first from some tokens before on, and signs its share. The first
+    puts the landmark vectors together, and saves them.
     """
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
         speed = speeds(size, Path(place)) | at_end
     model = models(size)["drt"]
-    lead, landmarks = tokens_before_chunks(model), TOKENS * landmark_bytes(model)
+    landmarks, piece = TOKENS * landmark_bytes(model), model.reading_piece()
+    lead = -(-tokens_before_chunks(model) // piece) * piece + tokens_of_windows(model)
     joining = TOKENS / STRETCH * speed["stretch"] + landmarks * speed["byte"]
     rows = []
     for count in PROCESSES:
         stretches = -(-TOKENS // STRETCH // count)
-        tokens = TOKENS if count == 1 else stretches * (STRETCH + lead)
+        tokens = TOKENS if count == 1 else stretches * STRETCH + lead
         signed = speed["signed" if count == 1 else "signed by several"] * count
         parts = {
-            "tokenizing": TOKENS / speed["tokenized"],
+            "tokenizing": TOKENS * (1 if count == 1 else 1 + 1 / count) / speed["tokenized"],
             "reading": tokens / speed["read"],
             "signing": TOKENS * speed["bytes"] / signed,
             "joining": 0.0 if count == 1 else joining,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,11 +60,22 @@ def alone(rank: int, folder: Path) -> list[int]:
     return taken
 
 
+def a_count(rank: int, folder: Path) -> list[int]:
+    """What two processes add to it, each when it likes, in sum; and how often who is first looked meanwhile."""
+    count, looked = processes.Count(), []
+    count.add(rank + 1)
+    if rank:
+        time.sleep(0.3)  # the others wait
+        count.add(10)
+    processes.wait_for_all(lambda: looked.append(count.add(0)), 0.05)
+    return [count.add(0), len(looked)]
+
+
 ACTS: dict[str, Callable[[int, Path], object]] = {
     act.__name__: act
     for act in (
         pieces, a_failure, a_failure_of_the_first, a_difference, one_that_lacks_a_name, a_folder_of_all,
-        a_folder_of_each, alone,
+        a_folder_of_each, alone, a_count,
     )
 }  # fmt: skip
 
@@ -106,6 +118,8 @@ def test_two_share_their_work_and_hear_of_every_failure(tmp_path: Path) -> None:
         assert said in one[name]
     assert one["a_folder_of_all"] is other["a_folder_of_all"] is None
     assert (one["alone"], other["alone"]) == ([1, 2, 3], [])
+    assert one["a_count"][0] == other["a_count"][0] == 1 + 2 + 10
+    assert one["a_count"][1] > 0  # it waited for the other, and could see it go on
 
 
 def test_one_process_does_all() -> None:

@@ -285,6 +285,7 @@ def _read_with_all(settings: ReadSettings) -> None:
 
     progress, began, world = Progress(quiet=not is_main()), time.monotonic(), world_size()
     by = f" by {world} processes together" if world > 1 else ""
+    by_one = f" by one of {world} processes" if world > 1 else ""
 
     def show(tokens: int, seconds: float) -> None:
         total, speed = reader.missing_tokens, tokens / max(seconds, 1e-9)
@@ -301,7 +302,7 @@ def _read_with_all(settings: ReadSettings) -> None:
         world,
         memory_tier=settings.memory_tier,
         memory_dtype=parse_dtype(settings.memory_dtype),
-        counted=lambda tokens: progress.show(f"{tokens:,} tokens counted, by one of {world}"),
+        counted=lambda tokens: progress.show(f"{tokens:,} tokens counted{by_one}"),
     )
     cache = read_with_all(reader, show)
     if cache is not None:

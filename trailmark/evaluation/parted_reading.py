@@ -302,13 +302,12 @@ class PartedReader:
         And the token from which on windows are filled before that, away from the sinks. Both begin with a chunk; where
         no piece does so, the reading begins with the text.
         """
-        places, S = list(self._recent), self._chunk_size
-        filling = -(-self._filling // S) * S
+        places, sinks = list(self._recent), self.subject.model.config.num_sinks
         for n in range(len(places) - 1, -1, -1):
             first = places[n].first
-            least = max(places[0].first, 2 * self.subject.model.config.num_sinks) + filling
-            if least <= first <= end - tokens and first % S == 0:
-                return n, first - filling
+            least = max(places[0].first, 2 * sinks) + self._filling
+            if least <= first <= end - tokens and first % self._chunk_size == 0:
+                return n, first - self._filling
         return 0, 0
 
     def _begun_before(self, end: int, tokens: int) -> ChunkCache:

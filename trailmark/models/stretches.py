@@ -34,11 +34,12 @@ def expect_partable(model: Any) -> None:
 
 
 def tokens_of_windows(model: Any) -> int:
-    """How many tokens are read until what windows carry has the shapes that it has from there on.
+    """How many tokens, whole chunks, are read until what windows carry has the shapes that it has from there on.
 
     Rows of other shapes may round otherwise: before that, what is read is equal, and not bit for bit.
     """
-    return max(window for window in model.config.windows if window is not None)
+    size: int = model.config.chunk_size
+    return -(-max(window for window in model.config.windows if window is not None) // size) * size
 
 
 def tokens_before_chunks(model: Any) -> int:
