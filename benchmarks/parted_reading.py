@@ -38,7 +38,7 @@ from trailmark.trace.texts import file_tokens
 
 OUTPUT = Path(__file__).with_suffix(".json")
 # model and tier -> tokens; tokens alone need no disk to keep up
-CASES = {"demo disk": 1 << 24, "demo tokens": 1 << 24, "d512 disk": 1 << 18}
+CASES = {"demo disk": 1 << 24, "demo tokens": 1 << 24, "d512 disk": 1 << 19}
 _ROUNDS = 1  # after one that does not count: each takes minutes
 TOKENS, PROCESSES = 1 << 30, (1, 8, 64, 1024)  # on paper
 PROBE, ENDED = 1 << 14, 1 << 23  # tokens read, and put together
