@@ -570,7 +570,10 @@ def end_well(launcher: subprocess.Popen[str]) -> str:
 def test_killed_anywhere_the_same_command_goes_on(
     saved_model: Path, files: list[Path], tmp_path: Path
 ) -> None:
-    """SIGKILL for the launcher and both processes: soon after the first chunk, between parts, as they are joined."""
+    """SIGKILL for the launcher and both processes: soon after the first chunk, between parts, as they are joined.
+
+    Once for the launcher alone: the others stop, so that the same command finds nobody who writes.
+    """
     folder, draw = tmp_path / "together", random.Random(SEED)
     words = [saved_model, *files, "--memory", folder]
     stretches = len(readers(load_subject(saved_model), files, folder, 2)[0].stretches)
@@ -584,9 +587,10 @@ def test_killed_anywhere_the_same_command_goes_on(
         while not ((folder / FILE).exists() and parts() >= least) and launcher.poll() is None:
             time.sleep(0.002)
         time.sleep(draw.random() * (0.3 if least < stretches else 0.01))
-        if not kill(launcher):
+        if not kill(launcher, alone=least == 3):
             break  # it was quicker
         kills.append(parts())
+        assert kills[-1] < stretches or least >= stretches - 1  # they did not read on to the end
     print(f"killed with {kills} of {stretches} parts")
     assert len(kills) >= 5
     end_well(start(0.0, 0, *words))
