@@ -397,9 +397,13 @@ def from_nothing_text() -> str:
     found = known["results"]
     columns: Columns = {"steps": "{step:,}", "tokens": "{tokens:,}", "nats": "{nats:.3f}"}
     columns |= {f"less with {name}": f"{{{name}}}" for name in _READER}
-    columns |= {
-        "source read": "{source_read:.2f}", "popular": "{popular}", "halves agree": "{gradient_halves}",
-        "with noise": "{noisy_gradient_halves}", "ever read": "{ever_read}", "with noise ": "{noisy_ever_read}",
+    columns |= {"that span, nats": "{span:.3f}", "its source read": "{source_read:.2f}"}
+    of_scores: Columns = {
+        "steps": "{step:,}", "popular": "{popular}",
+        "agreement with use": "{agreement}", "of the pair": "{agreement_of_pair}",
+        "gradient popular": "{gradient_popular}", "halves agree": "{gradient_halves}",
+        "halves agree, with noise": "{noisy_gradient_halves}", "ever read": "{ever_read}",
+        "ever read, with noise": "{noisy_ever_read}",
     }  # fmt: skip
     rows = []
     for row in found["rows"]:
@@ -408,12 +412,17 @@ def from_nothing_text() -> str:
             name: ", ".join(f"{group[name]:.2f}" for group in row["groups"]) for name in row["groups"][0]
         }
         less = {name: _less(cases[case]) for name, case in _READER.items()}
-        own = {"nats": cases["own"]["nats"], "source_read": cases["copy, own"]["source_read"]}
+        own = {
+            "nats": cases["own"]["nats"],
+            "span": cases["copy, none"]["nats"],
+            "source_read": cases["copy, own"]["source_read"],
+        }
         rows.append(row | groups | less | own)
     return on_machine(
         f"{found['texts']} stretches of {found['length']:,} tokens of the held-out chapters, a model of "
         f"{found['parameters']:,} parameters, seed {found['seed']}; less than without chunks, in nats, with 95% "
-        f"intervals over stretches; of scores and gradients each group's.\n\n{table(columns, rows)}",
+        f"intervals over stretches; of scores and gradients each group's.\n\n{table(columns, rows)}\n\n"
+        f"{table(of_scores, rows)}",
         known["environment"],
     )
 
