@@ -157,7 +157,7 @@ def ways_text() -> str:
         "seeds": "{seeds}",
         "labels read": "{all}",
         "of 131 to 520 candidates": "{131 to 520}",
-        "times as many as BM25": "{times:.1f}",
+        "times as many as BM25": "{times:.2f}",
         "popular": "{popular}",
     }
     rows = []

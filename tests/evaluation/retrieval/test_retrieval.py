@@ -329,6 +329,11 @@ def test_with_noise_the_gradient_is_of_what_training_would_read(tmp_path: Path) 
         of_noise = drt(2, vocab_size=259, retrieval_noise=noise)
         (result,) = asked(of_noise, tmp_path / str(noise), lengths=(LENGTH,), texts=1)
         assert all(("noisy_ever_read" in group) == noise for group in result["groups"])
+    with_noise, before = (
+        {"cases": {}, "groups": [own]} for own in ({"rank": 2, "noisy_rank": 3}, {"rank": 4})
+    )
+    for texts in ([with_noise, before], [before, with_noise]):  # an earlier version read one of them
+        assert retrieval._of_all(texts)["groups"] == [{"rank": 3}]
 
 
 def test_gradients_of_known_parts_are_taken_apart() -> None:

@@ -442,7 +442,8 @@ def _of_all(texts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "cases": [_case(case, texts) for case in CASES if any(case in own["cases"] for own in texts)],
         "groups": [
-            {name: _mean([own[name] for own in each]) for name in each[0]}
+            # an earlier version may have read some of the texts, and said less of them
+            {name: _mean([own[name] for own in each]) for name in each[0] if all(name in own for own in each)}
             for each in zip(*(own["groups"] for own in texts), strict=True)
         ],
     }
