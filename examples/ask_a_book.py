@@ -1,10 +1,11 @@
 """Ask a book three questions, with a pretrained model that was converted, and see what was read for each answer.
 
-    python examples/ask_a_book.py models/smollm2-drt book.txt --base HuggingFaceTB/SmolLM2-135M-Instruct
+    python examples/ask_a_book.py models/smollm2-long book.txt --base HuggingFaceTB/SmolLM2-135M-Instruct
 
-MODEL is a folder of ``trailmark convert``; where there is none, it is made of ``--base`` (a hub name, a folder or a
-.gguf file). The book is read once: a second time its memory is there. Before what is new in it is trained
-(docs/training.md) a DRT writes what its base writes with the window alone, and its retriever has learned nothing yet.
+These are the first commands of docs/convert.md. MODEL is a folder of ``trailmark convert``; where there is none, it is
+made of ``--base`` (a hub name, a folder or a .gguf file) as ``--to hils --far-layers 7 reading=windows`` makes it: the
+base's own keys choose chunks, so nothing has to be trained. The book is read once: a second time its memory is there.
+An untaught model finds what is asked for in the book's own words, and little else (docs/convert.md says how much).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from pathlib import Path
 
 from trailmark.data.corpus import tokenizer_fingerprint
 from trailmark.evaluation.chat import Conversation
+from trailmark.evaluation.far_layers import expect_far_layers, layer_types, measure_far_layers
 from trailmark.evaluation.generation import Sampling
 from trailmark.evaluation.reading import Reader
 from trailmark.evaluation.subject import load
-from trailmark.models.conversion.convert import convert
+from trailmark.models.conversion.convert import convert, open_any_base
 
 QUESTIONS = (
     "Who tells this story?",
@@ -33,6 +35,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a folder with a converted model")
     parser.add_argument("book", type=Path, help="a UTF-8 text of any length")
     parser.add_argument("--base", help="a pretrained model; of it MODEL is made where there is none")
+    parser.add_argument("--far-layers", type=int, default=7, help="that choose chunks; others have a window")
     parser.add_argument("--set", nargs="*", default=[], help="fields of that, as sliding_window=256")
     parser.add_argument("--memory", type=Path, help="default: MODEL-BOOK beside the model")
     parser.add_argument(
@@ -44,7 +47,11 @@ def main() -> None:
     memory = arguments.memory or folder.with_name(f"{folder.name}-{book.stem}")
 
     if arguments.base is not None and not folder.exists():
-        convert(arguments.base, folder, "drt", arguments.set, fingerprint=tokenizer_fingerprint)
+        base = open_any_base(arguments.base)
+        expect_far_layers(base, arguments.far_layers)
+        far = measure_far_layers(base).best(arguments.far_layers)  # it completes sentences in 8 short texts
+        fields = ["reading=windows", layer_types(far, len(base.windows)), *arguments.set]
+        convert(arguments.base, folder, "hils", fields, fingerprint=tokenizer_fingerprint)
     subject = load(folder)
 
     # 1. Read the book once, piece by piece. Ctrl-C stops and saves; the same command goes on.
@@ -62,12 +69,13 @@ def main() -> None:
         for piece in talk.ask(question):
             print(piece, end="", flush=True)
 
-        # 3. Which chunks were read for it, and what they say
+        # 3. The passages that the question looked at, which then stood before it, and what was read for the answer
         print()
-        for group, chunks in enumerate(talk.reads(most=2), 1):
-            for read in chunks:
-                said = " ".join(passage.text or "" for passage in read.passages) or read.said or ""
-                print(f"  {talk.names} {group}: chunk {read.chunk}, weight {read.weight:.3f}: {said[:60]!r}")
+        for passage in talk.quoted:
+            print(f"  before the question: {passage.text!r}")
+        for read in talk.reads_of_all(most=3):
+            said = " ".join(passage.text or "" for passage in read.passages) or read.said or ""
+            print(f"  chunk {read.chunk}, weight {read.weight:.3f}: {said!r}")
 
 
 if __name__ == "__main__":

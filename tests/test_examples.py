@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import runpy
 import subprocess
@@ -38,14 +40,16 @@ def test_ask_a_book(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The model is made of a base, the book is read once, and three questions are answered from what it says."""
-    base = save(made("llama").float(), tmp_path / "base")
+    llama = made("llama").float()
+    llama.config.max_position_embeddings = 4096  # enough to see which layers look far
+    base = save(llama, tmp_path / "base")
     book = tmp_path / "book.txt"
     book.write_bytes(prose(1, 120).encode("ascii", "ignore"))
     model, fields = (
-        tmp_path / "models" / "drt",
+        tmp_path / "models" / "long",
         ["sliding_window=24", "chunk_size=6", "num_retrieved_chunks=3"],
     )
-    words = ["ask_a_book.py", model, book, "--base", base, "--tokens", 8, "--set", *fields]
+    words = ["ask_a_book.py", model, book, "--base", base, "--tokens", 8, "--far-layers", 2, "--set", *fields]
     monkeypatch.setattr(sys, "argv", list(map(str, words)))
 
     def said() -> str:
@@ -55,12 +59,18 @@ def test_ask_a_book(
     first = said()
     text = book.read_text()
     tokens = len(text)
+    config = json.loads((model / "config.json").read_text())
+    assert (config["model_type"], config["reading"]) == ("trailmark_hils", "windows")
+    assert config["layer_types"].count("full_attention") == 2
     assert f"{tokens:,} tokens, " in first
-    found = re.findall(r"  group 1: chunk (\d+), weight (\d\.\d{3}): '(.*)'", first)
-    assert 3 <= len(found) <= 6
+    for passage in (put := re.findall(r"\n  before the question: (.*)", first)):
+        assert ast.literal_eval(passage) in text
+    assert put
+    found = re.findall(r"\n  chunk (\d+), weight (\d\.\d{3}): (.*)", first)
+    assert 3 <= len(found) <= 9
     for chunk, weight, words_there in found:
         if int(chunk) < tokens // 6:  # of the book: a token is a byte
-            assert words_there == repr(text[6 * int(chunk) :][:6])[1:-1]
+            assert words_there == repr(text[6 * int(chunk) :][:6])
         assert 0 < float(weight) <= 1
     again = said()  # nothing is read or converted a second time
     assert "tokens/s" not in again
