@@ -82,7 +82,9 @@ class Needles:
             self.progress.show(f"{key}: {message}")
 
         if key not in self.known:
-            (row,) = ask(subject(folder, *changes), settings, self.text, say)
+            own = subject(folder, *changes)
+            (row,) = ask(own, settings, self.text, say)
+            row["dtype"] = str(own.model.dtype).removeprefix("torch.")  # in which it was computed
             # another process may have written meanwhile
             self.known = (read_json(self.file) or {}) | self.known | {key: row}
             write_json(self.file, self.known)

@@ -1,10 +1,11 @@
 """The reader of long texts in models/smollm2-135m-reader: how it was taught, and what it answers with a focus.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained_reader.py [reader focus long times shares]
+    TRAILMARK_DATA=... python benchmarks/pretrained_reader.py [reader twins focus long completed million times shares]
 
 Writes benchmarks/pretrained_reader.json. The parts "reader" and "shares" ask what pretrained_train.py makes (reader,
-reader-some and reader-none), the others the model whose additions lie in models/, and "focus" its base as converted
-beside it. Stopped, the same command goes on; after a change of how a model chooses, take another --folder.
+reader-some and reader-none), the others the model whose additions lie in models/; beside it "twins" asks the same model
+with its windows alone and the base with full attention, "focus" the base as converted. Stopped, the same command goes
+on; after a change of how a model chooses, take another --folder.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from pretrained_models import (
     named,
     on_short_texts,
     parser_of,
+    precision,
     shipped_reader,
     subject,
     taught_hils,
@@ -65,7 +67,7 @@ OUTPUT = Path(__file__).with_suffix(".json")
 # by format and whether through the chat template: facts of one format are hidden once for all ways to ask
 ASKED = (("sentences", False), ("paraphrases", False), ("paraphrases", True))
 WORDS = tuple(dict.fromkeys(format for format, _ in ASKED))
-LONG, MILLION = 65_536, 1_048_576  # tokens of the texts in the part long
+LONG, MILLION = 65_536, 1_048_576  # tokens of texts that are read once for several facts
 SEED = 1  # of its facts
 SAVED = 262_144  # tokens after which a haystack's memory is saved, again and again
 QUESTION, WRITTEN, REPEATS = "The name of the house in which he was born is", 16, 3
@@ -154,14 +156,44 @@ def focus(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return found
 
 
-def long(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The reader with that focus in long texts, which it reads once for many single facts."""
-    alone = Alone(options.folder, Needles(options, progress).text, progress)
-    found: dict[str, Any] = {"rows": [], "fields": alone.fields, "seed": SEED}
-    for length, count, formats in ((LONG, options.long, WORDS[1:]), (MILLION, options.facts, WORDS)):
-        found["rows"] += alone.ask(length, count, formats)
-        keep(options.output, "long", found)
+def twins(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The reader's windows alone, which choose no chunk, and the base with full attention up to its own length."""
+    asked, rows, near = Needles(options, progress), list[dict[str, Any]](), options.needles
+    found = {"rows": rows, "fields": READER}
+    windows = "taught, windows alone", shipped_reader(options.folder), (*READER, "num_retrieved_chunks=0")
+    full = "base, full attention", base_of(options), ()
+    cases: list[tuple[tuple[str, Path, tuple[str, ...]], int, int]]
+    cases = [(windows, near, options.singles), (windows, LONG, options.few)]
+    cases += [(full, length, options.singles) for length in (near, 2 * near)]
+    for (model, folder, fields), length, questions in cases:
+        row = asked.ask(folder, fields, length, questions=questions)
+        rows.append({"model": model, "together": 1, "chat": False} | row)
+        keep(options.output, "twins", found)
     return found
+
+
+def long(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Facts in other words; a part for each way to tell them, for each is hours of reading."""
+    return _alone(options, progress, LONG, options.long, WORDS[1:])
+
+
+def completed(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Sentences in the texts of "long"."""
+    return _alone(options, progress, LONG, options.long, WORDS[:1])
+
+
+def million(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Both in a text that is longer still."""
+    return _alone(options, progress, MILLION, options.facts, WORDS)
+
+
+def _alone(
+    options: argparse.Namespace, progress: Progress, length: int, count: int, formats: Sequence[str]
+) -> dict[str, Any]:
+    """The reader with that focus in long texts, which it reads once for several single facts."""
+    alone = Alone(options.folder, Needles(options, progress).text, progress)
+    about = {"fields": alone.fields, "seed": SEED, "dtype": precision()}
+    return about | {"rows": alone.ask(length, count, formats)}
 
 
 def _focus_set(folder: Path) -> int:
@@ -282,8 +314,11 @@ def shares(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 PARTS = {
     "reader": reader,
+    "twins": twins,
     "focus": focus,
     "long": long,
+    "completed": completed,
+    "million": million,
     "times": times,
     "shares": shares,
 }
@@ -318,7 +353,7 @@ def main() -> None:
     )
     parser.add_argument("--questions", type=int, default=100, help="about needles, in short texts")
     parser.add_argument("--singles", type=int, default=20, help="about the only needle of a short text")
-    parser.add_argument("--long", type=int, default=20, help=f"facts in {LONG:,} tokens, in the part long")
+    parser.add_argument("--long", type=int, default=20, help=f"facts of each format in {LONG:,} tokens")
     parser.add_argument("--facts", type=int, default=6, help=f"of each format in {MILLION:,} tokens")
     parser.add_argument("--few", type=int, default=10, help="questions in long texts, in the part reader")
     measure_parts(PARTS, parser.parse_args())

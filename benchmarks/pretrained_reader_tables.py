@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from pretrained_tables import ASKED, short_texts
 from tables import RIGHT, Columns, Row, between, of_parts, on_machine, record, table
@@ -30,7 +30,8 @@ def summary() -> str:
     (row,) = (x for x in rows if (x["kind"], x["length"], x["chunks"]) == ("LaTeX", 4096, rows[0]["chunks"]))
     chat = {x["model"]: _right(x) for x in reader["rows"] if x["chat"]}
     (asked_in,) = {x["length"] for x in reader["rows"] if x["chat"]}
-    by_length = _by_length(reader, parts["long"]["rows"])
+    focused = [row for name in _FOCUSED_PARTS if name in parts for row in parts[name]["rows"]]
+    by_length = _by_length(reader, focused)
     return (
         "What to expect of SmolLM2-135M ([how it is done](docs/convert.md), [all numbers](docs/pretrained.md)):\n\n"
         "- **Untrained**, converted by `--to hils` alone, it gives back "
@@ -93,6 +94,7 @@ def _right(row: Row) -> str:
     return f"{row['correct']} of {row['questions']}"
 
 
+_FOCUSED_PARTS = ("long", "completed", "million")
 _FOCUSED = {
     ("sentences", False): "taught, with a focus",
     ("paraphrases", False): "asked for",
@@ -141,15 +143,33 @@ def _focus_text(found: Row) -> str:
     return (
         f"**With a focus** (`num_focus_chunks={found['set']}`, as `reading=windows` sets it): the reader and its base "
         "as converted, asked for facts that are all told by one sentence, or each in one of eight ways; the training "
-        f"showed none of these, nor of the six questions:\n\n{table(columns, found['rows'])}"
+        f"showed none of these, nor of the six questions{_computed(found['rows'])}:\n\n{table(columns, found['rows'])}"
     )
 
 
 def _long_text(found: Row) -> str:
     return (
-        "The reader with a focus in long texts, each of which is read once for several single facts and kept in "
-        f"bfloat16:\n\n{table(_TOLD | ASKED | _RIGHT, found['rows'])}"
+        f"The reader with a focus in texts of {found['rows'][0]['length']:,} tokens, each of which is read once for "
+        f"several single facts and kept in bfloat16{_computed([found])}:\n\n"
+        f"{table(_TOLD | ASKED | _RIGHT, found['rows'])}"
     )
+
+
+def _twins_text(found: Row) -> str:
+    columns: Columns = {"model": "{model}"}
+    columns |= _RIGHT
+    return (
+        "What stands beside the reader, where one sentence is to be completed: the same model with its windows alone "
+        "(`num_retrieved_chunks=0`), and its base with full attention in all layers, up to the length that it was "
+        f"trained on{_computed(found['rows'])}:\n\n"
+        f"{table(columns, found['rows'])}"
+    )
+
+
+def _computed(rows: Iterable[Row]) -> str:
+    """In which precision, where a record says it."""
+    kinds = sorted({row["dtype"] for row in rows if "dtype" in row})
+    return f" (computed in {' and '.join(kinds)})" if kinds else ""
 
 
 def _times_text(found: Row) -> str:
@@ -186,8 +206,11 @@ _RIGHT: Columns = {
 }
 _TOLD: Columns = {"a fact is told": lambda row: _WORDS[row["format"]]}
 _PARTS: dict[str, Callable[[Row], str]] = {
+    "twins": _twins_text,
     "focus": _focus_text,
     "long": _long_text,
+    "completed": _long_text,
+    "million": _long_text,
     "times": _times_text,
     "shares": _shares_text,
 }
