@@ -160,7 +160,7 @@ def _twins_text(found: Row) -> str:
     columns |= _RIGHT
     return (
         "What stands beside the reader, where one sentence is to be completed: the same model with its windows alone "
-        "(`num_retrieved_chunks=0`), and its base with full attention in all layers, up to the length that it was "
+        "(`num_retrieved_chunks=0`), and its base with full attention in all layers, at the length that it was "
         f"trained on{_computed(found['rows'])}:\n\n"
         f"{table(columns, found['rows'])}"
     )

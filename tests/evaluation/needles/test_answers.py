@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.evaluation.needles.subjects import (
     task_of,
     written,
 )
-from tests.models.tiny import assert_same, window_model
+from tests.models.tiny import assert_same, drt, hils, window_model
 from trailmark.data.corpus import tokenize
 from trailmark.data.needles.formats import Marks, Name, Paper, Sentences
 from trailmark.data.needles.haystacks import Filler, Haystack, Needle
@@ -215,6 +216,16 @@ def test_needles_across_chunks_are_planted_exactly(name: str) -> None:
         assert_same(answer.logits, exact.logits[:, 20 * S :])
         for ours, full in zip(answer.retrieval, exact.retrieval, strict=True):
             assert torch.equal(ours.indices, full.indices[:, 20:])
+
+
+@pytest.mark.parametrize("make", [drt, partial(hils, reading="windows", far_position="window")])
+def test_a_model_that_reads_no_chunk_says_nothing_of_chunks(make: Any, tmp_path: Path) -> None:
+    model = make(chunk_size=S, sliding_window=30, num_retrieved_chunks=0, **SIZES)
+    subject = Subject(Path("windows"), model, BYTES, {"data": {"chunk_size": S}})
+    result, lines = measured(tmp_path, subject, sight="window", questions=1)
+    assert result["questions"] == 1
+    assert result["recall"] is result["mean_weight"] is None
+    assert "retrieved" not in lines[0]
 
 
 # --- what counts ----------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ class MemoryAsker:
             past_key_values=self._branch(cache, questions),
             close_chunk=close,
             logits_to_keep=keep,
-            output_retrieval=True,
+            output_retrieval=self.model.config.retrieves,
         )
         assert out.logits is not None
         answers = []
