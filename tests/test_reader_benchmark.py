@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,9 +38,9 @@ def test_facts_are_asked_once_and_each_with_the_focus_that_is_set(
     monkeypatch.setattr("trailmark.evaluation.needles.askers._READ_TOKENS", 400)
     text = tokenize([prose(1, 3000)], tokenizer)
 
-    def rows() -> list[dict[str, Any]]:
+    def rows(formats: Sequence[str] = reader.WORDS) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = reader.Alone(tmp_path, text, Progress(quiet=True)).ask(
-            LENGTH, FACTS, reader.WORDS
+            LENGTH, FACTS, formats
         )
         return found
 
@@ -73,4 +74,5 @@ def test_facts_are_asked_once_and_each_with_the_focus_that_is_set(
     assert [(row["format"], row["chat"]) for row in found] == list(reader.ASKED)
     assert {row["questions"] for row in found} == {FACTS}
     assert rows() == found
+    assert rows(reader.WORDS[:1]) + rows(reader.WORDS[1:]) == found  # as parts of their own
     assert len(asked) == 5 + 2
