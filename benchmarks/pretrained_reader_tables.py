@@ -158,18 +158,17 @@ def _long_text(found: Row) -> str:
 def _twins_text(found: Row) -> str:
     columns: Columns = {"model": "{model}"}
     columns |= _RIGHT
+    those = " and ".join(_BESIDE[model] for model in dict.fromkeys(row["model"] for row in found["rows"]))
     return (
-        "What stands beside the reader, where one sentence is to be completed: the same model with its windows alone "
-        "(`num_retrieved_chunks=0`), and its base with full attention in all layers, at the length that it was "
-        f"trained on{_computed(found['rows'])}:\n\n"
-        f"{table(columns, found['rows'])}"
+        f"What stands beside the reader, where one sentence is to be completed: {those}"
+        f"{_computed(found['rows'])}:\n\n{table(columns, found['rows'])}"
     )
 
 
 def _computed(rows: Iterable[Row]) -> str:
     """In which precision, where a record says it."""
     kinds = sorted({row["dtype"] for row in rows if "dtype" in row})
-    return f" (computed in {' and '.join(kinds)})" if kinds else ""
+    return f"; computed in {' and '.join(kinds)}" if kinds else ""
 
 
 def _times_text(found: Row) -> str:
@@ -197,6 +196,10 @@ def _shares_text(found: Row) -> str:
 
 _FOCUS, _BM25, _MINILM, _OWN = "of the focus", "that BM25 finds", "that MiniLM finds", "of the fact"
 _WORDINGS = "words of the text", "other words"
+_BESIDE = {
+    "taught, windows alone": "the same model with its windows alone (`num_retrieved_chunks=0`)",
+    "base, full attention": "its base with full attention in all layers, at the length that it was trained on",
+}
 _WORDS = {"sentences": "by one sentence", "paraphrases": "in one of eight ways"}
 _RIGHT: Columns = {
     "tokens": "{length:,}",
