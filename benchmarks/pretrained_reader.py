@@ -163,8 +163,7 @@ def twins(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     windows = "taught, windows alone", shipped_reader(options.folder), (*READER, "num_retrieved_chunks=0")
     full = "base, full attention", base_of(options), ()
     cases: list[tuple[tuple[str, Path, tuple[str, ...]], int, int]]
-    cases = [(windows, near, options.singles), (windows, LONG, options.few)]
-    cases += [(full, 2 * near, options.singles)]
+    cases = [(windows, near, options.singles), (full, 2 * near, options.singles), (windows, LONG, options.few)]
     for (model, folder, fields), length, questions in cases:
         row = asked.ask(folder, fields, length, questions=questions)
         rows.append({"model": model, "together": 1, "chat": False} | row)
