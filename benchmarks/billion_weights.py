@@ -63,6 +63,13 @@ def sign_test(one: int, other: int) -> float:
     return min(1.0, 2 * sum(math.comb(total, n) for n in range(min(one, other) + 1)) / 2**total)
 
 
+def fisher_test(one: int, other: int, of: int) -> float:
+    """Two-sided, exact (Fisher's): how likely counts at least as unlikely are in two draws of so many from the same."""
+    total = one + other
+    ways = [math.comb(of, n) * math.comb(of, total - n) for n in range(total + 1)]
+    return sum(way for way in ways if way <= ways[one]) / sum(ways)
+
+
 def asked(grown: Grown, cache: ChunkCache, length: int, needles: int) -> dict[float, list[dict[str, Any]]]:
     """A line for each question, by the factor on the scale; the same questions for each."""
     subject = grown.subject
@@ -149,15 +156,36 @@ def falling(margins: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
 
 
 def law_text() -> str:
-    """How the margin falls, and what text takes."""
+    """How the margin falls by needles and by text, and whether answers do by length."""
     rows = _rows(own_scale=True)
+    single = [row for row in rows if row["needles"] == 1]
+    many = [row for row in rows if row["needles"] >= SCALED]
+    # from where text is read even beside many needles, it is much of what a few compete with
+    competes = min((row["length"] for row in many if row["text_weight"]), default=math.inf)
+    before = [row for row in rows if row["length"] < competes]
     begin, slope, off = falling(
-        [(row["needles"], row["margin"]["median"]) for row in rows if row["needles"] > 1]
+        [(row["needles"] - 1, row["margin"]["median"]) for row in before if row["needles"] > 1]
     )
-    weights = ", ".join(f"{100 * row['text_weight']:.2g}%" for row in rows if row["needles"] == 1)
+    until = f"up to {before[-1]['length']:,} tokens"
+    margins = ", ".join(f"{row['margin']['median']:.1f}" for row in single)
+    weights = ", ".join(f"{100 * row['text_weight']:.2g}%" for row in single)
+    answers = []
+    for needles in sorted({row["needles"] for row in many}):
+        first, *_, last = (row for row in many if row["needles"] == needles)
+        p = fisher_test(first["correct"], last["correct"], first["questions"])
+        answers.append(
+            f"of {needles:,} needles {first['correct']} are answered right at {first['length']:,} tokens and "
+            f"{last['correct']} at {last['length']:,} (p = {p:.2g})"
+        )
     return (
-        f"Over the best other needle of N the median margin is {begin:.1f} - {slope:.1f} √(2 ln N), at most {off:.1f} "
-        f"off. Beside a single needle the text's chunks take {weights} of the weight at these lengths (means)."
+        "- **By needles**: the best of n alike scores grows with √(2 ln n), and takes that from the margin "
+        f"([math.md](math.md#4-retrieval)). Over the best other chunk the median margin of N needles, from 8 on, is "
+        f"{begin:.1f} - {slope:.1f} √(2 ln (N - 1)), at most {off:.1f} off, {until}.\n"
+        "- **By text**: a question reads 8 chunks however long the text is, but the best of more chunks score higher. "
+        f"Of a single needle the median margin over them is {margins} at these lengths, and they take {weights} of the "
+        f"weight (means). Beside {SCALED} needles or more text takes none {until}: all 8 chunks hold needles.\n"
+        f"- **By length, of many needles**: {'; '.join(answers)}. That is Fisher's exact test, as if each length had "
+        "names of its own."
     )
 
 
@@ -193,8 +221,15 @@ def scales_text() -> str:
         "made wrong": lambda row: f"{row['lost']}" if row["scale"] != own else "",
         "p": lambda row: f"{row['p']:.1g}" if row["scale"] != own else "",
     }
-    own = record("billion_weights")["settings"]["scale"]
-    return table(columns, _rows(own_scale=False))
+    own, rows = record("billion_weights")["settings"]["scale"], _rows(own_scale=False)
+    most = max(row["needles"] for row in rows)
+    right: dict[float, int] = {}
+    for row in rows:
+        if row["needles"] == most:
+            right[row["scale"]] = right.get(row["scale"], 0) + row["correct"]
+    asked = sum(row["questions"] for row in rows if (row["needles"], row["scale"]) == (most, own))
+    sums = ", ".join(f"{correct:,} with {scale:g}" for scale, correct in right.items())
+    return f"{table(columns, rows)}\n\nWith {most:,} needles, right of the {asked:,} questions of all lengths: {sums}."
 
 
 @torch.no_grad()

@@ -1,4 +1,7 @@
-"""What benchmarks/billion_weights.py says of an answer: its weight and margin, and the same memory by another scale."""
+"""What benchmarks/billion_weights.py says of an answer: its weight and margin, and the same memory by another scale.
+
+And what benchmarks/billion.py writes of times that were not measured.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ import torch
 
 from tests.benchmark_scripts import modules
 from trailmark.data.corpus import standard_library_texts, tokenize
+from trailmark.evaluation.record import environment
 from trailmark.evaluation.subject import load
 from trailmark.report.console import Progress
 
 weights = modules("billion_weights")
+billion = modules("billion")
 LENGTH, NEEDLES, FACTOR = 4096, 40, 2.5
 
 
@@ -70,7 +75,34 @@ def test_the_sign_test_is_exact(weights: ModuleType) -> None:
     assert weights.sign_test(3, 3) == weights.sign_test(0, 0) == 1
 
 
+def test_two_counts_are_compared_exactly(weights: ModuleType) -> None:
+    """Fisher's own example, a lady who tastes tea: 3 of 4 cups, and 1 of 4."""
+    assert weights.fisher_test(3, 1, 4) == pytest.approx(34 / 70)
+    assert weights.fisher_test(4, 0, 4) == pytest.approx(2 / 70)
+    assert weights.fisher_test(2, 2, 4) == 1
+
+
 def test_the_law_of_the_best_of_many_is_found_again(weights: ModuleType) -> None:
     begin, slope, off = weights.falling([(n, 9 - 2 * math.sqrt(2 * math.log(n))) for n in (8, 30, 200, 1000)])
     assert (begin, slope) == pytest.approx((9, 2))
     assert off == pytest.approx(0, abs=1e-9)
+
+
+def test_times_that_nobody_measured_are_not_spoken_of(
+    billion: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a block nor a column stands there without a number; both come with it."""
+    of = {"median": 2.0, "lowest": 1.0, "highest": 3.0}
+    row: dict[str, Any] = {"length": 64, "environment": environment(), "memory_bytes": 8}
+    row["exact"] = {"seconds_a_question": of}
+    found: dict[str, Any] = {"costs": [row]}
+    monkeypatch.setattr(billion, "record", lambda name: found)
+    assert billion.batches_text() == ""
+    assert "exact" in billion.costs_text()
+    assert "batch" not in billion.costs_text()
+    row["exact"] |= {"seconds_a_question_in_batches": 0.5}
+    assert "4.0" in billion.costs_text()
+    batch = {"seconds_one_after_the_other": 70.0, "seconds_batch": of, "times_as_fast": 35.0}
+    found["batches"] = [row | {"questions": 9, "exact": batch}]
+    assert "--batch --questions 9 " in billion.batches_text()
+    assert "35.0" in billion.batches_text()
