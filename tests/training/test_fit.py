@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 import signal
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from tests.models.tiny import EXACT
 from tests.training.killed import ask_to_stop, begin, watched
 from tests.training.tiny import TEXT, save_converted_llama, without_seconds
 from trailmark.ops import selection_divergence, token_divergence
+from trailmark.training import forecast as module
 from trailmark.training.config import RunConfig, load_run_config
 from trailmark.training.distil import chunk_targets
 from trailmark.training.fit import MemoryFit
@@ -125,6 +128,28 @@ def test_the_memory_is_the_least_squares_solution(folder: Path, kind: str) -> No
     expected = torch.cat([*keys, *values], dim=1)
     run._fit_memory(torch.device("cpu"))
     assert (run.model.encoder.kv_proj.weight.T - expected).abs().max() <= EXACT
+
+
+@pytest.mark.slow  # what it estimates besides takes seconds
+def test_a_forecast_says_how_long_the_fit_takes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, texts = MemoryFit.add, 3 * 192 // 96
+
+    def slow(fit: MemoryFit, batch: dict[str, Tensor]) -> None:
+        assert batch["input_ids"].shape[0] == 1
+        time.sleep(0.2)
+        add(fit, batch)
+
+    monkeypatch.setattr(MemoryFit, "add", slow)
+    monkeypatch.setattr(module, "measure_flops_per_second", lambda *_: 1e12)
+    *_, fit, step = module.forecast(run_of(folder, "forecast"))
+    said = re.search(
+        rf"a text took (.+) s, .* (\d+):(\d+) for all {texts} of them, before the first step", fit
+    )
+    assert said is not None
+    took, minutes, seconds = map(float, said.groups())
+    assert took >= 0.2
+    assert 60 * minutes + seconds == pytest.approx(took * texts, abs=0.6)  # both are rounded
+    assert "A step took" in step
 
 
 def test_a_fitted_model_is_nearer_to_its_teacher(folder: Path) -> None:

@@ -15,6 +15,7 @@ from trailmark.training.loss import weighted_loss
 from trailmark.training.run import Run
 from trailmark.training.tasks import share_of
 from trailmark.training.trainer import checkpoint_activations, make_optimizer
+from trailmark.values import duration
 
 _MOST_SECONDS = 60  # that two steps may take at the speed of large matrix products
 _MARGIN = 1.15  # what is allocated, at most, of what was estimated (tests/training/test_estimate.py)
@@ -36,9 +37,26 @@ def forecast(run: Run) -> Iterator[str]:
     if 2 * seconds(found, speed) > _MOST_SECONDS:
         yield "No step was taken to measure its time: it would take too long for that here."
         return
+    if texts := run.fitted_texts():  # before the steps, after which layers read that a fit would set anew
+        took = _seconds_per_fitted_text(run, device)
+        yield (
+            f"To fit the memory, a text took {took:.2f} s, after one to warm up: {duration(took * len(texts))} for all "
+            f"{len(texts)} of them, before the first step. Solving it comes on top."
+        )
     took = seconds_per_step(run, 2)[-1]  # the first one warms caches
     hours = took * settings.steps / 3600
     yield f"A step took {took:.2f} s, after one to warm up: {hours:.2f} hours for all {settings.steps} of them."
+
+
+def _seconds_per_fitted_text(run: Run, device: str) -> float:
+    run.model.to(device)
+    fit = run.begin_fit()
+    for _ in range(2):
+        began = time.perf_counter()
+        fit.add(run.task.batch(0, 0, 1))
+        if device == "cuda":
+            torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 def estimate_of(run: Run) -> Estimate:

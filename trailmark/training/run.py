@@ -288,21 +288,28 @@ class Run(RunningState):
                 "no choice of chunks would change its loss. Set distil.fit_steps, or train the additions first."
             )
 
+    def fitted_texts(self) -> list[tuple[int, int]]:
+        """That the memory is fitted to before the first step, in all processes: those of the first steps, by row."""
+        steps = range(self.config.distil.fit_steps)
+        return [(step, row) for step in steps for row in range(self.task.rows(step))]
+
+    def begin_fit(self) -> MemoryFit:
+        assert self.teacher is not None
+        return MemoryFit(self.model.eval(), self.teacher, self.config.distil.fit_retriever)
+
     def _fit_memory(self, device: torch.device) -> None:
         """Before the first step, on the texts of the first steps: each process reads its share of them."""
-        steps, task = self.config.distil.fit_steps, self.task
-        assert self.teacher is not None
         self.model.to(device)
-        texts = [(step, row) for step in range(steps) for row in range(task.rows(step))]
+        texts = self.fitted_texts()
         self.say(f"Fitting the memory to the teacher, on {len(texts)} texts.")
 
-        fit = MemoryFit(self.model.eval(), self.teacher, self.config.distil.fit_retriever)
+        fit = self.begin_fit()
         began = told = time.perf_counter()
         for number, (step, row) in enumerate(own := texts[rank() :: world_size()], start=1):
             if self.stop_signal and not connected():  # several leave together, at the end of a step
                 self.stopping = True
                 return
-            fit.add(task.batch(step, row, 1))
+            fit.add(self.task.batch(step, row, 1))
             if (now := time.perf_counter()) - told > _TELLING_SECONDS:
                 left, told = (now - began) / number * (len(own) - number), now
                 self.say(f"{number} of {len(own)} texts are read, about {duration(left)} left.")
