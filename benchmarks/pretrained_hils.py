@@ -1,6 +1,6 @@
 """SmolLM2-135M that chooses chunks in every layer (``convert --to hils``): what it loses to full attention, untrained.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses forms whole far along]
+    TRAILMARK_DATA=... python benchmarks/pretrained_hils.py [losses gap forms whole far along]
 
 Writes benchmarks/pretrained_hils.json. Held-out text is that of pretrained.py; the base with full attention and with a
 window alone stand beside it. Nothing is trained here: what a training adds, pretrained_hils_needles.py asks. Stopped,
@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import data_folder
+from common import data_folder, keep
 from pretrained_models import (
     KINDS_OF_TEXT,
     READER_FIELDS,
@@ -35,7 +35,9 @@ from pretrained_models import (
     measure_parts,
     named,
     opened,
+    outside,
     parser_of,
+    row_of_gap,
     totals,
 )  # fmt: skip
 
@@ -69,14 +71,34 @@ def losses(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     rows = []
     for length in options.lengths:
         for kind, texts_of in KINDS_OF_TEXT.items():
-            if length > options.lengths[0] and kind != "LaTeX":
-                continue
             texts = texts_of(tokenizer_of(options), length)
             for chunks in options.chunks:
                 changes = [f"num_retrieved_chunks={chunks}"]
                 row = {"kind": kind, "length": length, "chunks": chunks}
                 rows.append(row | row_of_losses(options, progress, texts, changes))
     return about(options) | {"rows": rows}
+
+
+def gap(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """By window too, of all tokens and of those that stood before, but only outside it."""
+    known, base, rows = Losses(options.folder / "losses.json", progress), base_of(options), list[Any]()
+    chunks = options.chunks[0]
+    found = about(options) | {"chunks": chunks, "rows": rows}
+    for length, kind, window in product(options.lengths, KINDS_OF_TEXT, options.windows):
+        texts = KINDS_OF_TEXT[kind](tokenizer_of(options), length)
+        changes = [f"num_retrieved_chunks={chunks}"] + [f"sliding_window={window}"] * (window != WINDOW)
+        models = {
+            "full": ("base", partial(opened, base)),
+            "window": named(base, window),
+            "hils": named_hils(options, *changes),
+        }
+        of = {name: known.of(*model, texts) for name, model in models.items()}
+        flags = [outside(text.ids, window) for text in texts]
+        for tokens in ("all", "outside"):
+            row = {"kind": kind, "length": length, "window": window, "tokens": tokens}
+            rows.append(row | row_of_gap(of, flags, tokens, "hils"))
+        keep(options.output, "gap", found)
+    return found
 
 
 def forms(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -202,17 +224,16 @@ def tokenizer_of(options: argparse.Namespace) -> Any:
     return load_tokenizer(str(base_of(options)))
 
 
-PARTS = {"losses": losses, "forms": forms, "whole": whole, "far": far, "along": along}
+PARTS = {"losses": losses, "gap": gap, "forms": forms, "whole": whole, "far": far, "along": along}
 
 
 def main() -> None:
     parser = parser_of(__doc__, PARTS, OUTPUT)
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=(4096, 8192), help="the longer on LaTeX alone"
-    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=(4096, 8192))
     parser.add_argument(
         "--chunks", type=int, nargs="+", default=(16, 64), help="that a token reads in a layer"
     )
+    parser.add_argument("--windows", type=int, nargs="+", default=(256, WINDOW), help="in the part gap")
     parser.add_argument("--texts", type=int, default=9, help="that forms are compared on, at most")
     parser.add_argument(
         "--far", type=int, nargs="*", default=(16_384, 65_536), help="lengths beyond the base's"

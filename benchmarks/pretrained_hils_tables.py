@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pretrained_tables import nats
+from pretrained_tables import counted, nats
 from tables import RIGHT, Columns, Row, between, of_parts, record, table
 
 
@@ -31,6 +31,15 @@ def _losses_text(found: Row) -> str:
         "in nats, of tokens after the first 1,024, beside the base with that window alone and with full attention; "
         "*closed* is what reading chunks gives back of what the window loses, with 95% intervals over texts.\n\n"
         f"{table(columns | _OF_HILS, found['rows'])}"
+    )
+
+
+def _gap_text(found: Row) -> str:
+    columns: Columns = {"text": "{kind}", "tokens": "{length:,}", "window": "{window}", "counted": counted}
+    columns |= {name: column for name, column in _OF_HILS.items() if name != "above full"}
+    return (
+        f"By the window too, with {found['chunks']} chunks; *stood outside*: tokens that the text had before, but not "
+        f"in the window:\n\n{table(columns, found['rows'])}"
     )
 
 
@@ -221,6 +230,7 @@ _CASES: Columns = {
 _CASES |= {name: column for name, column in _NEEDLES.items() if name != "model"}
 _PARTS: dict[str, Callable[[Row], str]] = {
     "losses": _losses_text,
+    "gap": _gap_text,
     "forms": _forms_text,
     "whole": _whole_text,
     "far": _far_text,

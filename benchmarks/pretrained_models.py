@@ -198,14 +198,19 @@ def training_of(folder: Path) -> dict[str, Any]:
     return {} if history is None else {f"trained_{name}": history[name] for name in ("tokens", "seconds")}
 
 
-def shipped_reader(folder: Path) -> Path:
-    """A HiLS of the reader whose additions lie in models/smollm2-135m-reader, made once."""
+def shipped(folder: Path) -> Path:
+    """The reader of models/smollm2-135m-reader, with full attention in the layers that look far, made once."""
     taught = folder / "shipped"
     if not taught.exists():
         convert(
             smollm2(), taught, additions=ROOT / "models" / "smollm2-135m-reader" / "additions.safetensors"
         )
-    return hils_of(folder, taught)
+    return taught
+
+
+def shipped_reader(folder: Path) -> Path:
+    """A HiLS of it, made once."""
+    return hils_of(folder, shipped(folder))
 
 
 def trained(folder: Path, kind: str, window: int, seed: int) -> Path:
@@ -327,6 +332,28 @@ def of_kinds(
     return {"full": full} | others
 
 
+def row_of_gap(
+    found: Mapping[str, Sequence[Any]], flags: Sequence[Flags], tokens: str, own: str = "drt"
+) -> dict[str, Any]:
+    """How much of what a window loses to full attention a model gives back.
+
+    Args:
+        found: losses of each text: "full", "window" and ``own``.
+        tokens: which count, of those after UNSEEN: "all", or those "outside", which ``flags`` names for each text.
+    """
+    counted = [np.arange(len(flag)) >= UNSEEN - 1 for flag in flags]
+    if tokens == "outside":
+        counted = [late & flag for late, flag in zip(counted, flags, strict=True)]
+    total = {
+        name: np.array([float(x[those].sum()) for x, those in zip(losses, counted, strict=True)])
+        for name, losses in found.items()
+    }
+    count = sum(int(those.sum()) for those in counted)
+    given, lost = total["window"] - total[own], total["window"] - total["full"]
+    means = {name: float(values.sum() / count) for name, values in total.items()}
+    return {"nats": means, "texts": len(flags), "counted": count} | interval("closed", given, lost)
+
+
 def on_short_texts(
     losses: Losses,
     base: Path,
@@ -336,6 +363,8 @@ def on_short_texts(
     name: str,
 ) -> list[dict[str, Any]]:
     """By kind of text, pieces of ``length`` tokens of which a window sees all: what a training took from the base.
+
+    Its interval is over pieces, and over the texts that they are of, under "worse" and "by_text".
 
     Args:
         own: what the losses of the trained model are known by, and how it is opened; its row is called ``name``.
@@ -349,10 +378,14 @@ def on_short_texts(
         ]
         pair = losses.of("base", partial(opened, base), pieces), losses.of(*own, pieces)
         before, after = (np.array([x.mean() for x in each]) for each in pair)
+        of_text = np.cumsum([len(range(0, len(text.ids) - length + 1, 4 * length)) for text in long])[:-1]
+        sums = [(x.sum(), len(x)) for x in np.split(after - before, of_text)]
         rows.append(
-            {"kind": kind, "texts": len(pieces), "length": length}
+            {"kind": kind, "texts": len(pieces), "length": length, "of": len(long)}
             | {"base": float(before.mean()), name: float(after.mean())}
             | interval("worse", after - before)
+            | interval("by_text", *map(np.array, zip(*sums, strict=True)))
+            | {"each": {text.name: total / count for text, (total, count) in zip(long, sums, strict=True)}}
         )
     return rows
 

@@ -1,11 +1,12 @@
 """The reader of long texts in models/smollm2-135m-reader: how it was taught, and what it answers with a focus.
 
-    TRAILMARK_DATA=... python benchmarks/pretrained_reader.py [reader twins focus long completed million times shares]
+    TRAILMARK_DATA=... python benchmarks/pretrained_reader.py [reader twins short focus long completed million times
+                                                               shares]
 
 Writes benchmarks/pretrained_reader.json. The parts "reader" and "shares" ask what pretrained_train.py makes (reader,
 reader-some and reader-none), the others the model whose additions lie in models/; beside it "twins" asks the same model
-with its windows alone and the base with full attention, "focus" the base as converted. Stopped, the same command goes
-on; after a change of how a model chooses, take another --folder.
+with its windows alone and the base with full attention, "focus" and "short" the base as converted. Stopped, the same
+command goes on; after a change of how a model chooses, take another --folder.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ from pretrained_models import (
     Losses,
     books,
     far_base,
+    held_out_books,
     hils_of,
     measure_parts,
     named,
     on_short_texts,
     parser_of,
     precision,
+    shipped,
     shipped_reader,
     subject,
     taught_hils,
@@ -104,6 +107,15 @@ def reader(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     return found
 
 
+def short(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """What its training took from its base on texts of books that the window holds whole: more of them."""
+    known, tokenizer = Losses(options.folder / "losses.json", progress), tokenizer_of(options)
+    length, of_each = WINDOW // 2, -(-options.pieces // len(held_out_books()))
+    texts = {"books": books(tokenizer, 4 * length * of_each)}  # every fourth piece is read
+    own = named(shipped(options.folder), WINDOW)
+    return {"rows": on_short_texts(known, base_of(options), own, texts, length, "taught")}
+
+
 def times(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Seconds of an answer behind a text, without a focus and with one."""
     asked, text = subject(shipped_reader(options.folder), *READER_FIELDS), Needles(options, progress).text
@@ -163,7 +175,11 @@ def twins(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     windows = "taught, windows alone", shipped_reader(options.folder), (*READER, "num_retrieved_chunks=0")
     full = "base, full attention", base_of(options), ()
     cases: list[tuple[tuple[str, Path, tuple[str, ...]], int, int]]
-    cases = [(windows, near, options.singles), (full, 2 * near, options.singles), (windows, LONG, options.few)]
+    cases = [
+        (windows, near, options.singles),
+        (full, 2 * near, options.singles),
+        (windows, LONG, options.few),
+    ]
     for (model, folder, fields), length, questions in cases:
         row = asked.ask(folder, fields, length, questions=questions)
         rows.append({"model": model, "together": 1, "chat": False} | row)
@@ -197,8 +213,8 @@ def _alone(
 
 def _focus_set(folder: Path) -> int:
     """What ``trailmark convert --to hils reading=windows`` sets."""
-    shipped_reader(folder)  # made, if it is not there; what is set is the same for every base
-    fields = TARGETS["hils"].defaults(open_any_base(folder / "shipped"), {"reading": "windows"})
+    # what is set is the same for every base
+    fields = TARGETS["hils"].defaults(open_any_base(shipped(folder)), {"reading": "windows"})
     assert isinstance(fields["num_focus_chunks"], int)
     return fields["num_focus_chunks"]
 
@@ -314,6 +330,7 @@ def shares(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 PARTS = {
     "reader": reader,
     "twins": twins,
+    "short": short,
     "focus": focus,
     "long": long,
     "completed": completed,
@@ -354,6 +371,7 @@ def main() -> None:
     parser.add_argument("--singles", type=int, default=20, help="about the only needle of a short text")
     parser.add_argument("--long", type=int, default=20, help=f"facts of each format in {LONG:,} tokens")
     parser.add_argument("--facts", type=int, default=6, help=f"of each format in {MILLION:,} tokens")
+    parser.add_argument("--pieces", type=int, default=200, help="of books at least, in the part short")
     parser.add_argument("--few", type=int, default=10, help="questions in long texts, in the part reader")
     measure_parts(PARTS, parser.parse_args())
 

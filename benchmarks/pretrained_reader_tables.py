@@ -147,6 +147,16 @@ def _focus_text(found: Row) -> str:
     )
 
 
+def _short_text(found: Row) -> str:
+    (row,) = found["rows"]
+    each = row["each"].values()
+    return (
+        f"Its losses on more short texts of books, {row['texts']} pieces of {row['of']} held-out books, which lie from "
+        f"{min(each):.3f} to {max(each):.3f} nats above the base's in the mean of a book:\n\n"
+        f"{short_texts(found['rows'], 'taught', 'taught')}"
+    )
+
+
 def _long_text(found: Row) -> str:
     return (
         f"The reader with a focus in texts of {found['rows'][0]['length']:,} tokens, each of which is read once for "
@@ -210,6 +220,7 @@ _RIGHT: Columns = {
 _TOLD: Columns = {"a fact is told": lambda row: _WORDS[row["format"]]}
 _PARTS: dict[str, Callable[[Row], str]] = {
     "twins": _twins_text,
+    "short": _short_text,
     "focus": _focus_text,
     "long": _long_text,
     "completed": _long_text,

@@ -20,6 +20,9 @@ from trailmark.models.watching import Seen, watching_attention
 from trailmark.ops import attention_mass
 from trailmark.statistics import bootstrap_ratio
 
+# the setting of the reference that found it: chunks of 63 outside a window of 256, the best 8, upper layers 15 to 29
+LEARNABLE = ("sliding_window=256", "chunk_size=63", "num_retrieved_chunks=8", "num_lower_layers=15")
+STRETCH = 3024  # tokens
 RULES = {
     "attention, reading": "the base's upper layers under full attention, from the chunk that cites",
     "attention, asking": "the same, from the chunk before it, which asks",
@@ -43,10 +46,25 @@ def chapter(text: str, tokenizer: Any, length: int, chunk_size: int, whole: bool
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     length = min(length, len(found["input_ids"]))
     length -= length % chunk_size if whole else 0
-    starts = np.array([*(first for first, _ in found["offset_mapping"]), len(text)][: length + 1], np.int64)
-    ids = np.array(found["input_ids"][:length], np.int32)
+    return _cut(text, found, 0, length, chunk_size)
+
+
+def stretches(text: str, tokenizer: Any, length: int, chunk_size: int) -> dict[int, Chapter]:
+    """All tokens of a text in stretches of so many, each a text of its own, by where it begins; a rest is left out."""
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    firsts = range(0, len(found["input_ids"]) - length + 1, length)
+    return {first: _cut(text, found, first, length, chunk_size) for first in firsts}
+
+
+def _cut(text: str, found: Mapping[str, Any], first: int, length: int, chunk_size: int) -> Chapter:
+    """Of what a tokenizer found in a text."""
+    own = slice(first, first + length)
+    begins = [begin for begin, _ in found["offset_mapping"][own.start : own.stop + 1]]
+    if len(begins) == length:
+        begins.append(len(text))
+    starts, ids = np.array(begins, np.int64), np.array(found["input_ids"][own], np.int32)
     chunks = np.array([*range(0, length, chunk_size), length], np.int64)
-    return Chapter(Layout(text[: int(starts[length])], starts[:length], chunks), ids)
+    return Chapter(Layout(text[starts[0] : starts[-1]], starts - starts[0], chunks), ids)
 
 
 def hits(
@@ -107,6 +125,13 @@ class Ranking:
         scores = self.scores(chapter.ids)
         candidates = (scores[next(iter(self.drts))] > -np.inf).sum(1)
         return [own for _, own in hits(chapter, scores, candidates, self.chosen)]
+
+    def asked(self, chapter: Chapter) -> list[int]:
+        """How many candidates each reference of :func:`hits` has; nothing runs for that."""
+        drt = next(iter(self.drts.values()))
+        grid = drt.layouts.of(len(chapter.ids), False)
+        candidates = grid.candidates(self.config.first_visible, torch.device("cpu")).flatten().numpy()
+        return [known for _, known in candidates_of(chapter.layout, candidates) if known > self.chosen]
 
     def choices(self, ids: Tokens) -> dict[str, torch.Tensor]:
         """By rule int64 [C, K], for a model that is told: what it ranks first for the landmark of each closed chunk."""

@@ -5,16 +5,46 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pretrained_references import RULES
-from tables import RIGHT, Columns, Row, between, on_machine, one_after_another, record, table
+from tables import (
+    RIGHT,
+    Columns,
+    Row,
+    between,
+    cell,
+    of_parts,
+    on_machine,
+    one_after_another,
+    record,
+    spread,
+    table,
+)
+
+_APART = 2e-4  # what was asked of the logits
 
 
 def start_text() -> str:
-    found = record("pretrained")["start"]
-    results = found["results"]
-    made = results["conversion"]
-    apart = ", ".join(
-        f"{r['difference']:.1e} of {r['largest']:.1f} over {r['tokens']:,} tokens" for r in results["logits"]
+    return of_parts(record("pretrained"), {"logits": _logits_text, "start": _start_text})
+
+
+def _logits_text(found: Row) -> str:
+    columns: Columns = {
+        "tokens": "{tokens:,}",
+        "largest logit": "{largest:.1f}",
+        "ours and transformers'": "{difference:.1e}",
+        "transformers' and its own in float64": "{theirs:.1e}",
+        "ours and its own in float64": "{ours:.1e}",
+        "both in float64": "{float64:.0e}",
+    }
+    return (
+        "SmolLM2-135M-Instruct, from its GGUF file of 98 MB, written in float32. How far its logits lie, at most, from "
+        "those of transformers' own model in float32, and each from itself in float64 (where transformers computes "
+        "norms and angles in float64 too, which it does in float32 whatever the model's type), over the first tokens "
+        f"of a chapter:\n\n{table(columns, found['rows'])}\n\n{_goal(found['rows'])} In float64 models of every "
+        "family are equal within 1e-10 (`tests/models/conversion`)."
     )
+
+
+def _start_text(found: Row) -> str:
     conversions: Columns = {
         "converted to": "{to}",
         "parameters": "{parameters[all]:,}",
@@ -24,23 +54,41 @@ def start_text() -> str:
         "peak memory": "{peak:size}",
     }
     losses: Columns = {"case": "{case}", "nats per token": "{loss:.3f}"}
-    return on_machine(
-        "SmolLM2-135M-Instruct, from its GGUF file of 98 MB, written in float32. Its logits differ from those of "
-        f"transformers' own model by at most {apart}: in float32, in which transformers computes norms and angles "
-        "whatever the model's type. In float64, with these patched, models of every family are equal within 1e-10 "
-        "(`tests/models/conversion`).\n\n"
-        f"{table(conversions, [row | {'to': to} for to, row in made.items()])}\n\n"
-        f"What a window takes, and sinks give back: tokens 600 to 1,535 of {results['texts']} held-out chapters of "
-        f"mathematics, in float32.\n\n{table(losses, results['loss'])}",
-        found["environment"],
+    made, rows = [row | {"to": to} for to, row in found["conversion"].items()], found["loss"]
+    return (
+        f"{table(conversions, made)}\n\nWhat a window takes, and sinks give back: tokens 600 to 1,535 of "
+        f"{found['texts']} held-out chapters of mathematics, in float32. Of what a window takes, 4 sinks give back "
+        f"{_sinks(rows, 512):.2f} with 512 tokens and {_sinks(rows, 256):.2f} with 256.\n\n{table(losses, rows)}"
     )
+
+
+def _goal(rows: list[Row]) -> str:
+    """Where the logits are as near as was asked, and whose rounding parts them where they are not."""
+    missed = [row for row in rows if row["difference"] > _APART]
+    met = [row for row in rows if row not in missed]
+    said = [
+        f"is {verb} over {' and '.join(cell('{tokens:,}', row) for row in those)} tokens"
+        for verb, those in (("met", met), ("missed", missed))
+        if those
+    ]
+    why = ""
+    if missed and all(row.get("theirs", 0) > row.get("ours", 0) for row in missed):
+        why = " There the most of it is what transformers rounds in float32."
+    return f"That they differ by {_APART:.0e} at most, which was asked, {' and '.join(said)}.{why}"
+
+
+def _sinks(rows: list[Row], window: int) -> float:
+    """The share that they give back."""
+    loss = {row["case"]: row["loss"] for row in rows}
+    alone, full = loss[f"window {window}"], loss["full attention"]
+    return float((alone - loss[f"window {window}, 4 sinks"]) / (alone - full))
 
 
 def nats(model: str) -> Callable[[Row], str]:
     return lambda row: f"{row['nats'][model]:.3f}"
 
 
-def _counted(row: Row) -> str:
+def counted(row: Row) -> str:
     return "all" if row["tokens"] == "all" else "stood outside"
 
 
@@ -68,7 +116,7 @@ _GAP: Columns = {
     "text": "{kind}",
     "tokens": "{length:,}",
     "window": "{window}",
-    "counted": _counted,
+    "counted": counted,
     "texts": "{texts}",
     **_LOSSES,
 }
@@ -105,7 +153,7 @@ def _gap_text(found: Row) -> str:
 def _curve_text(found: Row) -> str:
     columns: Columns = {
         "trained on": lambda row: f"{row['step'] * found['step_tokens']:,} tokens",
-        "counted": _counted,
+        "counted": counted,
     }
     return f"On LaTeX while they were trained (`{found['trained']}`):\n\n{table(columns | _LOSSES, found['rows'])}"
 
@@ -144,15 +192,37 @@ def _controls_text(found: Row) -> str:
     return f"With others in the place of the chunks it chooses, on LaTeX:\n\n{table(columns, found['rows'])}"
 
 
+def _share(row: Row) -> str:
+    """A proportion's interval over few texts, widened, is cut where there is none."""
+    return f"{row['share']:.2f} ({max(0, row['low']):.2f} to {min(1, row['high']):.2f})"
+
+
 def _references_text(found: Row) -> str:
-    columns: Columns = {
-        "who ranks": lambda row: RULES[row["rule"]],
-        "share": "{share:.2f} ({low:.2f} to {high:.2f})",
-    }
+    columns: Columns = {"who ranks": lambda row: RULES[row["rule"]], "share": _share}
     return (
         f"Who finds the label that a chapter is about to cite: the share of {found['references']} references in "
         f"{found['texts']} chapters of {found['length']:,} tokens whose label's chunk is among the first "
         f"{found['chosen']} of the chunks that may be selected.\n\n{table(columns, found['rows'])}"
+    )
+
+
+def _learnable_text(found: Row) -> str:
+    parts = {"in chapters' beginnings": found["first"], "in all that was read": found["all"]}
+    columns: Columns = {"who ranks": lambda row: RULES[row["rule"]]}
+    for name, own in parts.items():
+        title = f"{name}: {own['references']} references, {own['texts']} chapters"
+        columns[title] = f"{{{name}}}"
+    rows = [
+        {"rule": one["rule"]} | dict(zip(parts, (_share(one), _share(other)), strict=True))
+        for one, other in zip(*(own["rows"] for own in parts.values()), strict=True)
+    ]
+    of = "all" if found["of"] == found["all"]["references"] else f"of {found['of']:,}"
+    return (
+        f"The same of the base as converted, in another setting: stretches of {found['length']:,} tokens, each a text "
+        f"of its own, with chunks of {found['chunk_size']} tokens, of which the best {found['chosen']} of "
+        f"{found['candidates']:.0f} (the median) count, those outside a window of {found['window']}, and upper layers "
+        f"from {found['lower_layers']} on; {of} references whose label stands in the same stretch and may be "
+        f"selected.\n\n{table(columns, rows)}"
     )
 
 
@@ -163,6 +233,8 @@ def _short_text(found: Row) -> str:
 def short_texts(rows: list[Row], name: str, shown: str) -> str:
     columns: Columns = {"text": "{kind}", "texts": "{texts}", "base, nats": "{base:.3f}", shown: f"{{{name}:.3f}}",
                         f"{shown} above it": between("worse")}  # fmt: skip
+    if all("by_text" in row for row in rows):  # the first were measured before it was kept
+        columns["with an interval over what they are of"] = between("by_text")
     return f"Texts of {rows[0]['length']} tokens, which the window holds whole:\n\n{table(columns, rows)}"
 
 
@@ -235,14 +307,81 @@ def _landmark_text(found: Row) -> str:
     )
 
 
+_READ: Columns = {"model": "{model}", "tokens": "{tokens:,}", "tokens/s": "{tokens_per_second:,.0f}",
+                  "peak memory": "{peak:size}", "of it kept of the text": "{memory:size}"}  # fmt: skip
+
+
 def _reading_text(found: Row) -> str:
-    columns: Columns = {"model": "{model}", "tokens": "{tokens:,}", "tokens/s": "{tokens_per_second:,.0f}",
-                        "peak memory": "{peak:size}", "of it kept of the text": "{memory:size}"}  # fmt: skip
     return (
         "Reading books, no logits, memory on the host. The DRT (as converted, with a window of "
         f"{found['window']}) runs its {found['num_lower_layers']} lower layers, which write the memory, in "
         f"{found['dtype']}; the window model runs nothing until it is asked, and then over the last positions that all "
-        f"its layers' windows reach together.\n\n{table(columns, found['rows'])}"
+        f"its layers' windows reach together.\n\n{table(_READ, found['rows'])}"
+    )
+
+
+def _other_reading_text(found: Row) -> str:
+    return (
+        f"The same with more threads, in {found['dtype']}, and beside our full attention transformers' own class with "
+        f"the same weights, which reads a text at once:\n\n{table(_READ, found['rows'])}"
+    )
+
+
+_LEARNERS = {
+    "drt": "additions and adapters of a DRT, with a teacher, texts of 4,096",
+    "window": "adapters of a window, with a teacher, texts of 4,096",
+    "full": "adapters of full attention, with a teacher, texts of 4,096",
+}
+# by the record and its part
+_OTHER_LEARNERS = {
+    ("pretrained_hils_needles", "needles"): "adapters of a HiLS, texts of 2,048",
+    ("pretrained_hils_needles", "recall"): "adapters of full attention, texts of 1,024",
+    ("pretrained_hils_needles", "reading"): "adapters with full attention in seven layers, texts of 4,096",
+    ("pretrained_reader", "reader"): "adapters of the reader, texts of 4,096",
+}
+
+
+def _learned(what: str, tokens: int, seconds: float, part: Row) -> Row:
+    found = part["environment"]
+    return {
+        "what": what, "tokens": tokens, "minutes": seconds / 60, "hour": tokens * 3600 / seconds,
+        "on": f"{found['processor']}, {found['date']}",
+    }  # fmt: skip
+
+
+def hours_text() -> str:
+    """What a core learned in how long, by the records of all trainings."""
+    known, rows = record("pretrained"), list[Row]()
+    for name in ("gap", "gap, window 512, seed 0"):
+        own = known[name]["results"]
+        for kind, what in _LEARNERS.items():
+            if kind != "full":
+                what += f", window of {own.get('trained_window', 256)}"  # the first were measured before it was kept
+            tokens, seconds = (own[f"trained_{of}"][kind] for of in ("tokens", "seconds"))
+            rows.append(_learned(what, tokens, seconds, known[name]))
+    own, what = known["landmark"]["results"], "all weights of a Landmark model, texts of 2,048"
+    rows.append(_learned(what, own["rows"][-1]["tokens"], own["seconds"], known["landmark"]))
+    for (name, of), what in _OTHER_LEARNERS.items():
+        part = record(name)[of]
+        own = part["results"]
+        rows.append(_learned(what, own["trained_tokens"], own["trained_seconds"], part))
+    columns: Columns = {
+        "what learned": "{what}",
+        "tokens": "{tokens:,}",
+        "minutes of a core": "{minutes:.0f}",
+        "tokens an hour": "{hour:,.0f}",
+        "processor": "{on}",
+    }
+    text = table(columns, rows)
+    if "steps" not in known:
+        return text
+    found = known["steps"]["results"]
+    by = {row["precision"]: row["seconds"] for row in found["rows"]}
+    slow, fast = (f"{spread(by[name], '.2f')} s in {name}" for name in ("float32", "bfloat16"))
+    return on_machine(
+        f"{text}\n\nA step of {found['tokens']:,} tokens that teaches adapters of the base took {fast} "
+        f"({found['fast']}) and {slow}, as on a processor that multiplies no bfloat16.",
+        known["steps"]["environment"],
     )
 
 
@@ -252,6 +391,7 @@ _TRAINED: dict[str, Callable[[Row], str]] = {
     "number": _number_text,
     "controls": _controls_text,
     "references": _references_text,
+    "learnable": _learnable_text,
     "short": _short_text,
     "far": _beyond_text,
     "needles": _needles_text,
@@ -264,4 +404,5 @@ _OTHERS: dict[str, Callable[[Row], str]] = {
     "curve": _curve_text,
     "needles": _needles_text,
     "far": _beyond_text,
+    "reading": _other_reading_text,
 }

@@ -420,6 +420,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "reader": pretrained_reader_tables.text,
         "answers": pretrained_reader_tables.answers_text,
         "trained": pretrained_tables.trained_text,
+        "hours": pretrained_tables.hours_text,
     },
     "models/smollm2-135m-reader/README.md": {"reader": pretrained_reader_tables.reader_text},
 }

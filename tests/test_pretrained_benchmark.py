@@ -8,15 +8,19 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests import benchmark_scripts
 from tests.data.corpora import prose, save_bpe
 from tests.models.tiny import drt, window_model
 from trailmark.evaluation.losses import token_losses
 from trailmark.evaluation.retrieval.run import losses_of
+from trailmark.report.console import Progress
+from trailmark.statistics import bootstrap_ratio
 
-modules = benchmark_scripts.modules("pretrained", "pretrained_references", "training_text")
+modules = benchmark_scripts.modules(
+    "pretrained", "pretrained_models", "pretrained_reading", "pretrained_references", "training_text"
+)
 VOCABULARY, S = 300, 4
 
 
@@ -39,7 +43,7 @@ def test_the_share_is_of_what_the_window_lost(modules: dict[str, ModuleType]) ->
     }
     flags = [rng.random(1200) < 0.5 for _ in range(3)]
     for tokens in ("all", "outside"):
-        row = modules["pretrained"]._row(found, flags, tokens)
+        row = modules["pretrained_models"].row_of_gap(found, flags, tokens)
         assert (row["closed"], row["closed_low"], row["closed_high"]) == pytest.approx((0.25,) * 3)
         counted = [np.arange(1200) >= 1023] * 3 if tokens == "all" else flags
         late = [c & (np.arange(1200) >= 1023) for c in counted]
@@ -106,6 +110,15 @@ def test_references_are_ranked_among_what_may_be_selected(
         assert hits["trained"] == float(reference.label_chunk in row.topk(ranking.chosen).indices)
         assert hits["recent"] == float(reference.label_chunk >= candidates - ranking.chosen)
         assert hits["random"] == pytest.approx(ranking.chosen / candidates)
+    candidates = (scores[0] > -torch.inf).sum(1)
+    assert ranking.asked(chapter) == [int(candidates[x.chunk - 1]) for x in wanted]
+    cut = script.stretches(text, tokenizer, 40, S)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert list(cut) == list(range(0, len(ids) - 39, 40))
+    for begin, one in cut.items():
+        assert one.ids.tolist() == ids[begin : begin + 40]
+        assert tokenizer.decode(one.ids) == one.layout.text
+        assert (one.layout.starts[0], one.layout.starts[-1]) == (0, len(one.layout.text))
     choices = ranking.choices(chapter.ids)
     for chosen in choices.values():
         may = scores[0].gather(1, chosen.clamp(min=0)) > -torch.inf
@@ -121,3 +134,38 @@ def test_references_are_ranked_among_what_may_be_selected(
     np.testing.assert_allclose(told, token_losses(model, chapter.ids[None]).losses[0], rtol=1e-5)
     rows = {row["rule"]: row["share"] for row in script.share([found[:1], found[1:]])}
     assert rows["trained"] == pytest.approx(sum(hits["trained"] for hits in found) / 3)
+
+
+def test_short_texts_have_an_interval_over_what_they_are_of(
+    modules: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    script = modules["pretrained_models"]
+    ids = np.arange(40, dtype=np.int32)
+    texts = [script.Text("a", ids), script.Text("b", ids[:20]), script.Text("c", ids[:8])]
+    places = {"a": (0, 16, 32), "b": (0, 16), "c": (0,)}
+    worse = {"a": [1.0, 2.0, 3.0], "b": [0.0, 5.0], "c": [1.0]}
+    losses = script.Losses(tmp_path / "losses.json", Progress(quiet=True))
+    for name, own in places.items():
+        for place, more in zip(own, worse[name], strict=True):
+            losses.known[f"base | {name} at {place} | 4"] = [1.0, 2.0, 3.0]
+            losses.known[f"taught | {name} at {place} | 4"] = [1.0 + more, 2.0 + more, 3.0 + more]
+
+    def open_model() -> None:
+        raise AssertionError("all is known")
+
+    (row,) = script.on_short_texts(losses, tmp_path, ("taught", open_model), {"books": texts}, 4, "taught")
+    assert (row["texts"], row["of"], row["base"], row["taught"]) == (6, 3, 2.0, 4.0)
+    assert row["worse"] == row["by_text"] == 2
+    assert row["each"] == {"a": 2.0, "b": 2.5, "c": 1.0}
+    assert (row["by_text_low"], row["by_text_high"]) == bootstrap_ratio([6.0, 5.0, 1.0], [3, 2, 1])
+    assert (row["worse_low"], row["worse_high"]) == bootstrap_ratio([1, 2, 3, 0, 5, 1], np.ones(6))
+
+
+def test_what_transformers_keeps_of_a_text(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes)).save_pretrained(tmp_path)
+    script = modules["pretrained_reading"]
+    took, kept = script._by_transformers(tmp_path, torch.arange(20)[None])
+    bytes_each = 2 if script.precision() == "bfloat16" else 4
+    assert took > 0
+    assert kept == 2 * 3 * 2 * 8 * 20 * bytes_each  # keys and values, layers, heads, their size, tokens
