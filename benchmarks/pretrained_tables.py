@@ -377,10 +377,10 @@ def hours_text() -> str:
         return text
     found = known["steps"]["results"]
     by = {row["precision"]: row["seconds"] for row in found["rows"]}
-    slow, fast = (f"{spread(by[name], '.2f')} s in {name}" for name in ("float32", "bfloat16"))
+    slow, fast = (spread(by[name], ".2f") for name in ("float32", "bfloat16"))
     return on_machine(
-        f"{text}\n\nA step of {found['tokens']:,} tokens that teaches adapters of the base took {fast} "
-        f"({found['fast']}) and {slow}, as on a processor that multiplies no bfloat16.",
+        f"{text}\n\nA step of {found['tokens']:,} tokens that teaches adapters of the base took {fast} s in bfloat16, "
+        f"for {found['fast']}, and {slow} s in float32, which `precision: auto` takes where nothing multiplies it.",
         known["steps"]["environment"],
     )
 
