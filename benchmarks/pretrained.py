@@ -401,6 +401,9 @@ def main() -> None:
     parser.add_argument(
         "--needles", type=int, nargs="+", default=NEEDLES, help="lengths of texts that hide them"
     )
+    parser.add_argument(
+        "--stretches", type=int, help="of each chapter at most, for the part learnable; default: all"
+    )
     parser.add_argument("--chat", action="store_true", help="ask for them through the chat template too")
     parser.add_argument("--questions", type=int, default=100, help="about needles, at each length")
     parser.add_argument(
