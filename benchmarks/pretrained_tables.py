@@ -216,7 +216,8 @@ def _learnable_text(found: Row) -> str:
         {"rule": one["rule"]} | dict(zip(parts, (_share(one), _share(other)), strict=True))
         for one, other in zip(*(own["rows"] for own in parts.values()), strict=True)
     ]
-    of = "all" if found["of"] == found["all"]["references"] else f"of {found['of']:,}"
+    read = found["all"]["references"]
+    of = f"all {read:,}" if found["of"] == read else f"{read:,} of {found['of']:,}"
     return (
         f"The same of the base as converted, in another setting: stretches of {found['length']:,} tokens, each a text "
         f"of its own, with chunks of {found['chunk_size']} tokens, of which the best {found['chosen']} of "
