@@ -147,7 +147,7 @@ def costs_at_end(folder: Path) -> dict[str, float]:
     subject, file = load(made("demo", folder / "model")), text(ENDED, folder / "text.txt")
     reader = PartedReader(subject, [file], folder / "memory", 0, 1)
     with saved.hold(folder / "memory") as held:
-        reader.deal([reader.look()])
+        reader.deal([reader.whole()], [reader.count()])
         reader.read()
         asked = seconds(reader.expect_parts)
         sha256 = reader.sign(0)
@@ -195,6 +195,7 @@ def on_paper(size: str, at_end: dict[str, float]) -> list[dict[str, Any]]:
 def paper_text() -> str:
     """The table of what many processes would take."""
     part = record("parted_reading")["paper"]
+    leads = {row["size"]: f"{row['lead']:,} with `{row['size']}`" for row in part["results"]}
     alone = {row["size"]: sum(row["seconds"].values()) for row in part["results"] if row["processes"] == 1}
 
     def total(row: Row) -> float:
@@ -210,7 +211,8 @@ def paper_text() -> str:
         "together": lambda row: duration(total(row)),
         "times as fast": lambda row: f"{alone[row['size']] / total(row):,.1f}",
     }
-    return on_machine(table(columns, part["results"]), part["environment"])
+    twice = f"Tokens that each process but the first begins early: {', '.join(leads.values())}."
+    return on_machine(f"{table(columns, part['results'])}\n\n{twice}", part["environment"])
 
 
 def commands_text() -> str:

@@ -289,10 +289,8 @@ def _read_with_all(settings: ReadSettings) -> None:
 
     def show(tokens: int, seconds: float) -> None:
         total, speed = reader.missing_tokens, tokens / max(seconds, 1e-9)
-        progress.show(
-            f"{tokens:,} of {total:,} tokens read{by}, {speed:,.0f}/s, "
-            f"{duration((total - tokens) / max(speed, 1e-9))} left"
-        )
+        left = f", {speed:,.0f}/s, {duration((total - tokens) / speed)} left" if tokens else ""
+        progress.show(f"{tokens:,} of {total:,} tokens read{by}{left}")
 
     reader = PartedReader(
         load(settings.model, device=own_device(settings.device)),
@@ -309,7 +307,7 @@ def _read_with_all(settings: ReadSettings) -> None:
         seconds, tokens = time.monotonic() - began, cache.get_seq_length()
         progress.say(
             f"The memory of {tokens:,} tokens lies in {settings.memory}/ ({size(cache.num_bytes())}). "
-            f"{duration(seconds)}, {tokens / seconds:,.0f} tokens/s{by}."
+            f"{duration(seconds)}, {reader.missing_tokens / seconds:,.0f} tokens/s{by}."
         )
         progress.say(_asking_of(settings))
 

@@ -255,6 +255,16 @@ def wait_for_all(meanwhile: Callable[[], object], seconds: float) -> None:
     waiting.wait()
 
 
+class LauncherError(ValueError):
+    """torchrun's launcher, which keeps what processes count together, has ended."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "processes: expected torchrun's launcher to last as long as they do, it has ended or is out of reach. The "
+            "same command goes on."
+        )
+
+
 class Count:
     """A number to which every process adds when it likes, and waits for none; all of them make it at once."""
 
@@ -262,11 +272,19 @@ class Count:
         self._name, self._alone = by_main(lambda: os.urandom(8).hex()), 0
 
     def add(self, amount: int) -> int:
-        """Returns what all have added so far."""
+        """Returns what all have added so far.
+
+        Raises:
+            LauncherError: nobody keeps it any more.
+        """
         if not connected():
             self._alone += amount
             return self._alone
-        return int(_distributed().distributed_c10d._get_default_store().add(self._name, amount))
+        dist = _distributed()
+        try:
+            return int(dist.group.WORLD.get_group_store().add(self._name, amount))
+        except dist.DistError as error:
+            raise LauncherError from error
 
 
 def part() -> bool:

@@ -35,20 +35,19 @@ def start(seconds: float, limit: int, *words: str | Path) -> subprocess.Popen[st
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def kill(launcher: subprocess.Popen[str], alone: bool = False) -> bool:
-    """Kill the launcher and all that it started; False: it had ended. They are in no group of their own.
+def kill(launcher: subprocess.Popen[str], alone: bool = False) -> str | None:
+    """Kill the launcher and all that it started: what they said; None: it had ended. They are in no group of their own.
 
     ``alone``: what it started must find out.
     """
     if launcher.poll() is not None:
-        return False
+        return None
     parent = psutil.Process(launcher.pid)
     parent.suspend()  # it sees none of the others die
     for process in [*([] if alone else parent.children(recursive=True)), parent]:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    launcher.communicate(timeout=60)  # ends once nobody can write any more
-    return True
+    return launcher.communicate(timeout=60)[0]  # ends once nobody can write any more
 
 
 def main(seconds: float, limit: int, words: list[str]) -> None:

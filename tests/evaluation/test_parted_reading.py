@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -11,7 +12,9 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +29,10 @@ from tests.training.tiny import prose
 from trailmark import cli, processes
 from trailmark.byte_tokenizer import ByteTokenizer
 from trailmark.evaluation import parted_reading
-from trailmark.evaluation.parted_reading import STRETCH, PartedReader, parts_of, read_with_all
+from trailmark.evaluation.parted_reading import PartedReader, parts_of, read_with_all
 from trailmark.evaluation.reading import Reader
 from trailmark.evaluation.subject import Subject, load
-from trailmark.files import NoSpaceError, sha256_of
+from trailmark.files import BusyError, NoSpaceError, sha256_of
 from trailmark.memory import ChunkCache, hashes, manifest, saved
 from trailmark.memory.parts import FILE, header_of, records_of
 from trailmark.memory.verification import verify
@@ -40,7 +43,8 @@ from trailmark.models.stretches import (
     tokens_before_end,
     tokens_of_windows,
 )
-from trailmark.processes import SHARED
+from trailmark.processes import SHARED, LauncherError
+from trailmark.report.console import Progress
 
 # of which more than the last layer chooses
 MODELS = MODELS | {
@@ -93,9 +97,9 @@ def readers(
 ) -> list[PartedReader]:
     options = {"stretch": 64} | options
     made = [PartedReader(subject, files, folder, rank, world, **options) for rank in range(world)]
-    found = [reader.look() for reader in made]
+    found, counted = [reader.whole() for reader in made], [reader.count() for reader in made]
     for reader in made:
-        reader.deal(found)
+        reader.deal(found, counted)
     return made
 
 
@@ -217,14 +221,17 @@ def stop_after(tokens: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_same_command_goes_on(world: int, files: list[Path], tmp_path: Path) -> None:
-    """With any number of processes, whatever is missing: a run may begin and end anywhere."""
+def test_the_same_command_goes_on(
+    world: int, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With any number of processes, whatever is missing: a run may begin and end anywhere. Of the next version too."""
     subject, folder = subject_of("drt"), tmp_path / "together"
     first, second = readers(subject, files, folder, 2)
     with pytest.raises(KeyboardInterrupt):
         first.read(stop_after(150))
     second.read()
     shutil.rmtree(first.parts / f"part-{len(first.stretches) - 3:06}")
+    monkeypatch.setattr(parted_reading, "__version__", "99.0.0")
     again = read_with(subject, files, folder, world)
     read = sum(reader.read_tokens for reader in again)
     lost = first.stretches[-3].end - first.stretches[-3].first
@@ -235,23 +242,6 @@ def test_the_same_command_goes_on(world: int, files: list[Path], tmp_path: Path)
     )
     most = max(reader.read_tokens for reader in again)
     assert most <= read / world + 80  # a stretch
-    read_alone(subject, files, tmp_path / "alone")
-    assert_same_memory(tmp_path / "alone", folder)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sampled(8)
-def test_the_end_is_read_again_where_no_part_has_it(name: str, files: list[Path], tmp_path: Path) -> None:
-    """As parts of before they kept it."""
-    subject, folder = subject_of(name), tmp_path / "together"
-    made = readers(subject, files, folder, 2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parted_reading, "carried_on", lambda end, size: None)
-        for reader in made:
-            reader.read()
-    with saved.hold(folder) as held:
-        join(made, held)
-    assert 0 < made[0].read_twice < made[0].stretches[-1].end
     read_alone(subject, files, tmp_path / "alone")
     assert_same_memory(tmp_path / "alone", folder)
 
@@ -392,6 +382,7 @@ def test_what_was_changed_in_a_part_is_named(change: Any, files: list[Path], tmp
     "change",
     [
         {"num_chunks": torch.tensor([7])},
+        {"num_tokens": None},
         {"num_tokens": torch.tensor([2**60])},
         {"deferred.first_chunk": torch.tensor([0])},
         {"layers.0.keys": torch.full((1, 2, 7, 4), torch.nan, dtype=torch.float64)},
@@ -458,7 +449,76 @@ def test_a_save_that_fails_leaves_every_chunk(
     verify(folder)
 
 
-def test_parts_of_another_text_or_model_are_refused(files: list[Path], tmp_path: Path) -> None:
+def test_a_memory_that_another_start_made_meanwhile_stays(files: list[Path], tmp_path: Path) -> None:
+    subject, folder = subject_of("drt"), tmp_path / "together"
+    late = PartedReader(subject, files[1:], folder, 0, 1)  # there is none yet
+    assert read_with_all(PartedReader(subject, files[:1], folder, 0, 1)) is not None
+    with pytest.raises(ValueError, match=r"^memory: expected a new one for several processes, there is one"):
+        read_with_all(late)
+    verify(folder)
+    assert [source["path"] for source in manifest.read(folder).header["notes"]["sources"]] == [str(files[0])]
+
+
+def test_what_stands_in_the_way_is_told_before_anything_is_counted(files: list[Path], tmp_path: Path) -> None:
+    subject, folder = subject_of("drt"), tmp_path / "together"
+    counted: list[int] = []
+
+    def reader(told: Callable[[int], None] = counted.append, text: list[Path] = files) -> PartedReader:
+        return PartedReader(subject, text, folder, 0, 1, stretch=64, counted=told)
+
+    def start_another(tokens: int) -> None:
+        with pytest.raises(BusyError, match="another process is writing"):
+            read_with_all(reader())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read_with_all(reader(start_another))
+    assert not folder.exists()  # nothing was read
+    assert not parts_of(folder).exists()
+    with pytest.raises(ValueError, match=r"nothing\.txt"):
+        read_with_all(reader(text=[tmp_path / "nothing.txt"]))
+    assert not parts_of(folder).exists()
+    for own in readers(subject, files, folder, 2):
+        own.read()
+    (parts_of(folder) / "part-000002" / manifest.NAME).write_text("{")
+    with pytest.raises(ValueError, match=r"^parts: expected .*part-000002', got .* Remove that folder"):
+        read_with_all(reader())
+    assert not counted
+    shutil.rmtree(parts_of(folder) / "part-000002")
+    assert read_with_all(reader()) is not None
+    assert counted == [*itertools.accumulate(counted[:1] + [len(file.read_bytes()) for file in files[1:]])]
+    verify(folder)
+
+
+def test_an_error_is_told_though_the_launcher_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = parted_reading._Together(lambda tokens, seconds: None)
+
+    def ended(*arguments: Any) -> int:
+        raise LauncherError
+
+    def change(tell: Callable[[int], None]) -> None:
+        raise ValueError("the first error")
+
+    monkeypatch.setattr(processes.Count, "add", ended)
+    with pytest.raises(ValueError, match="the first error"):
+        together.watch(change)
+    with pytest.raises(LauncherError):
+        together.watch(lambda tell: tell(1))
+    together.wait()  # who is done leaves it to those who read
+
+
+def test_the_clock_starts_with_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, float]] = []
+    clock = iter([100.0, *(100.0 + x for x in (7, 7, 9, 9, 12, 12, 20, 20))])
+    monkeypatch.setattr(parted_reading, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    together = parted_reading._Together(lambda *found: told.append(found))
+    together.watch(lambda tell: [*map(tell, (0, 0, 16, 16))] and None)
+    assert told == [(0, 0.0), (0, 0.0), (16, 12 - 9), (32, 20 - 9)]
+
+
+def test_parts_of_another_text_or_model_are_refused(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subject, folder = subject_of("drt"), tmp_path / "together"
     (other,) = readers(subject, files[1:], folder, 1)
     other.read()
@@ -469,6 +529,9 @@ def test_parts_of_another_text_or_model_are_refused(files: list[Path], tmp_path:
         read_with(subject, files, folder, 1)
     with pytest.raises(ValueError, match=r"^parts: expected model "):
         read_with(subject_of("hsa"), files[1:], folder, 1)
+    monkeypatch.setattr(parted_reading, "_FORMAT", 2)
+    with pytest.raises(ValueError, match=r"^parts: expected format 2 in .* got 1: "):
+        read_with(subject, files[1:], folder, 1)
 
 
 @pytest.mark.parametrize(
@@ -498,20 +561,38 @@ def test_processes_that_differ_are_named(
             read_with_all(reader)
 
 
-def test_one_process_goes_on_with_what_several_began(files: list[Path], tmp_path: Path) -> None:
+def test_one_process_goes_on_with_what_several_began(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subject, folder = subject_of("drt"), tmp_path / "together"
     subject.model.save_pretrained(tmp_path / "model")
     BYTES.save_pretrained(tmp_path / "model")
-    own, _ = readers(Subject.of(load(tmp_path / "model").model, BYTES, 4), files, folder, 2, stretch=STRETCH)
+    own, _ = readers(Subject.of(load(tmp_path / "model").model, BYTES, 4), files, folder, 2)
     own.read()
     assert own.parts.exists()
     command = ["read", str(tmp_path / "model"), *map(str, files), "--memory", str(folder)]
     with pytest.raises(SystemExit, match="1"):
         cli.main([*command, "--trace", str(tmp_path / "trace.jsonl")])
     assert own.parts.exists()
+    said: list[str] = []
+    monkeypatch.setattr(parted_reading, "PartedReader", partial(PartedReader, stretch=64))
+    monkeypatch.setattr(Progress, "show", lambda progress, message: said.append(message))
+    monkeypatch.setattr(parted_reading, "_TELL_SECONDS", 0.0)  # after every piece
+    began = time.monotonic()
     cli.main(command)
+    took = time.monotonic() - began
     assert not own.parts.exists()
     verify(folder)
+    total = own.stretches[-1].end - own.read_tokens
+    passed, *told = [line for line in said if " read" in line]
+    assert passed == f"0 of {total:,} tokens read"  # no time left is told of nothing
+    for line in told[told.count(passed) :]:
+        found = re.fullmatch(rf"([\d,]+) of {total:,} tokens read, [\d,]+/s, (\d+):(\d\d) left", line)
+        assert found, line
+        tokens, minutes, seconds = (int(number.replace(",", "")) for number in found.groups())
+        assert 60 * minutes + seconds <= took * (total - tokens) / tokens + 0.5  # it is rounded
+    assert told.count(passed) > 1
+    assert told[-1].startswith(f"{total:,} of {total:,} ")
 
 
 @pytest.mark.slow
@@ -587,8 +668,12 @@ def test_killed_anywhere_the_same_command_goes_on(
         while not ((folder / FILE).exists() and parts() >= least) and launcher.poll() is None:
             time.sleep(0.002)
         time.sleep(draw.random() * (0.3 if least < stretches else 0.01))
-        if not kill(launcher, alone=least == 3):
+        if (said := kill(launcher, alone=least == 3)) is None:
             break  # it was quicker
+        if least == 3:
+            ended = "^trailmark: process [01]: processes: expected torchrun's launcher to last as long as they do, "
+            assert len(re.findall(ended, said, re.MULTILINE)) == 2, said  # one line of each
+            assert "Traceback" not in said
         kills.append(parts())
         assert kills[-1] < stretches or least >= stretches - 1  # they did not read on to the end
     print(f"killed with {kills} of {stretches} parts")

@@ -54,6 +54,7 @@ from trailmark.models.stretches import (
 from trailmark.processes import (
     SHARED,
     Count,
+    LauncherError,
     by_main,
     connected,
     expect_agreed,
@@ -70,6 +71,7 @@ from trailmark.untrusted import brief
 Result = TypeVar("Result")
 _TIERS = ("disk", "tokens")
 _PART = re.compile(r"part-([0-9]{6,18})")
+_FORMAT = 1  # of parts: another one where a version writes other bytes for the same text, so that these are not mixed
 STRETCH = 1 << 17  # tokens: a kill loses at most so many of each process
 _TELL_SECONDS = 0.25  # between looks at how far the others are
 
@@ -95,15 +97,6 @@ class Stretch:
     reader: int | None = None
     """The process that is to read it; None: it was read before."""
     digest: Any = field(default_factory=hashlib.sha256)
-
-
-class Found(NamedTuple):
-    """What one process found before anyone wrote."""
-
-    tokens: dict[int, int]
-    """Of those pieces of the texts that it counted, by number."""
-    whole: set[int]
-    """Those stretches at which it looked that were read before."""
 
 
 class PartedReader:
@@ -135,18 +128,14 @@ class PartedReader:
         stretch: int = STRETCH,
     ) -> None:
         expect_partable(subject.model)
-        if os.path.lexists(folder / manifest.NAME):
-            raise ValueError(
-                f"memory: expected a new one for several processes, there is one in {str(folder)!r}. Read on with one "
-                "process, or choose another --memory."
-            )
+        self.folder = folder = Path(os.path.abspath(folder))
+        self.expect_new()
         if memory_tier not in _TIERS:
             raise ValueError(
                 f"memory_tier: expected {' or '.join(map(repr, _TIERS))} for several processes, which write into one "
                 f"file, got {memory_tier!r}. Read with one process."
             )
         self.subject, self.rank, self.world = subject, rank, world
-        self.folder = folder = Path(os.path.abspath(folder))
         self.files = list(dict.fromkeys(os.path.realpath(path) for path in files))
         self.parts = parts_of(folder)
         self._tier, self._dtype, self._counted, self._stretch = memory_tier, memory_dtype, counted, stretch
@@ -167,7 +156,7 @@ class PartedReader:
     def agreed(self) -> dict[str, Any]:
         """What all processes must have in common, and parts that are put together."""
         return {
-            "trailmark": __version__,
+            "format": _FORMAT,
             "model": self._empty(None).identity(),
             "tokenizer": tokenizer_fingerprint(self.subject.tokenizer),
             "memory_tier": self._tier,
@@ -177,30 +166,51 @@ class PartedReader:
 
     # --- before anyone writes ----------------------------------------------------------------------------------
 
-    def look(self) -> Found:
-        """Count this process's share of the tokens, and see which stretches of its share were read before.
+    def expect_new(self) -> None:
+        """Raise a ValueError where the memory is there: others may save it until its folder is held."""
+        if os.path.lexists(self.folder / manifest.NAME):
+            raise ValueError(
+                f"memory: expected a new one for several processes, there is one in {str(self.folder)!r}. Read on with "
+                "one process, or choose another --memory."
+            )
+
+    def whole(self) -> set[int]:
+        """The stretches of this process's share that were read before.
 
         Raises:
-            ValueError: no text; a stretch that was damaged.
+            ValueError: one that was damaged.
         """
         found = ((path, _PART.fullmatch(path.name)) for path in self.parts.glob("part-*"))
         mine = (
             (path, int(name[1])) for path, name in found if name and int(name[1]) % self.world == self.rank
         )
-        whole = {number for path, number in mine if lies_there(path, self.folder)}
+        return {number for path, number in mine if lies_there(path, self.folder)}
+
+    def count(self) -> dict[int, int]:
+        """The tokens of those pieces of the texts that are this process's share, by number.
+
+        Raises:
+            ValueError: no text.
+        """
         counts: dict[int, int] = {}
+        counted = 0
         texts = (text for name in self.files for text in text_pieces(Path(name)))
         for number, text in enumerate(texts):
             if number % self.world == self.rank:
                 counts[number] = len(text_tokens(text, self.subject.tokenizer))
-                self._counted(sum(counts.values()))
+                counted += counts[number]
+                self._counted(counted)
         if 0 in counts:
             counts[0] += len(self.subject.beginning)
-        return Found(counts, whole)
+        return counts
 
-    def deal(self, found: Sequence[Found]) -> None:
-        """Cut the text into stretches, and give each process a run of those that are missing; ``found`` by all."""
-        counts = {number: count for one in found for number, count in one.tokens.items()}
+    def deal(self, found: Sequence[set[int]], counted: Sequence[dict[int, int]]) -> None:
+        """Cut the text into stretches, and give each process a run of those that are missing.
+
+        Args:
+            found, counted: by each process, see :meth:`whole` and :meth:`count`.
+        """
+        counts = {number: count for one in counted for number, count in one.items()}
         self._counts = [counts[number] for number in range(len(counts))]
         first = 0
         for count in self._counts:
@@ -210,7 +220,7 @@ class PartedReader:
                     self.stretches.append(Stretch(len(self.stretches), first))
                 first += size
                 self.stretches[-1].end = first
-        whole = {number for one in found for number in one.whole}
+        whole = {number for one in found for number in one}
         missing = [stretch for stretch in self.stretches if stretch.number not in whole]
         self.missing_tokens, before = sum(stretch.end - stretch.first for stretch in missing), 0
         for stretch in missing:  # by its middle, among all that is missing
@@ -388,8 +398,8 @@ class PartedReader:
         if wrong:
             raise ValueError(
                 f"parts: expected {wrong[0]} {brief(expected[wrong[0]])} in {str(folder)!r}, which "
-                f"{_who(stretch)} read, got {brief(found.get(wrong[0]))}: another text or model, or "
-                f"other options. Remove {str(self.parts)!r} and read again, or choose another --memory."
+                f"{_who(stretch)} read, got {brief(found.get(wrong[0]))}: another text, model or "
+                f"version, or other options. Remove {str(self.parts)!r} and read again, or choose another --memory."
             )
         records_of(found, self._part(stretch), self._planes)
 
@@ -431,8 +441,6 @@ class PartedReader:
         size, end = put_together(
             cache.memory, self.folder, parts, sha256, model.device, expected, self._empty(None).begun
         )
-        if end is None:  # parts of versions that did not keep it
-            end = carried_on(self._begun_before(self.stretches[-1].end, self._late).begun(1), size)
         cache.state = replace(end, memory=size)
         cache.notes["sources"] = self.sources
         cache.save(self.folder, held)
@@ -461,21 +469,29 @@ def read_with_all(
     """Read the texts with all processes, which know each other; the memory in the first of them, None in the others.
 
     Args:
-        progress: called now and then with the tokens that all have read together, and in how many seconds.
+        progress: called now and then with the tokens that all have read together, and in how many seconds since
+            nobody had read any.
 
     Raises:
         ValueError: as :class:`PartedReader`, of whichever process, in all of them and with its number; processes of
             other weights, versions or options, or that do not share the folder.
     """
-    expect_agreed(reader.agreed)
-    reader.deal(_all_or_none(reader.look))
+    expect_agreed(reader.agreed | {"version": __version__})
     with contextlib.ExitStack() as stack:
-        expect_shared("memory", reader.parts)
         held: list[HeldFolder] = []
-        # before anyone writes there
-        by_main(lambda: held.append(stack.enter_context(saved.hold(reader.folder))))
+
+        def hold() -> None:
+            made = [folder for folder in (reader.parts, reader.folder) if not folder.exists()]
+            held.append(stack.enter_context(saved.hold(reader.folder)))
+            stack.callback(_remove_empty, made)
+            reader.expect_new()
+
+        by_main(hold)  # before what may take long: until then another start may save a memory there
+        expect_shared("memory", reader.parts)
+        found = _all_or_none(reader.whole)
+        reader.deal(found, _all_or_none(reader.count))
         together = _Together(progress)
-        _all_or_none(lambda: together.watch(reader.read), together.show)
+        _all_or_none(lambda: together.watch(reader.read), together.wait)
         by_main(reader.expect_parts)
         sha256: dict[int, str] = {}
         share_out(range(reader.world), lambda numbers: (reader.sign(n) for n in numbers), sha256.update)
@@ -526,19 +542,28 @@ class _Together:
         except _Stopped:
             raise
         except Exception:
-            self._failures.add(1)
+            with contextlib.suppress(LauncherError):  # the others find that out themselves
+                self._failures.add(1)
             raise
 
-    def show(self) -> None:
-        self._progress(self._read.add(self._untold), time.monotonic() - self._began)
+    def wait(self) -> None:
+        """Called now and then by a process that is done."""
+        with contextlib.suppress(LauncherError):  # whoever still reads tells it
+            self._show()
+
+    def _show(self) -> None:
+        read, now = self._read.add(self._untold), time.monotonic()
         self._untold = 0
+        if not read:  # before the first token a process may pass over many that were read before
+            self._began = now
+        self._progress(read, now - self._began)
 
     def _tell(self, tokens: int) -> None:
         self._untold += tokens
         if (now := time.monotonic()) - self._told_at < _TELL_SECONDS:
             return
         self._told_at = now
-        self.show()
+        self._show()
         if self._failures.add(0):
             raise _Stopped
 
@@ -552,6 +577,12 @@ def _changed(name: str) -> ValueError:
         f"file: expected {name!r} to stay as it is while it is read, it has changed. Leave it alone, and run the same "
         "command again."
     )
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # something lies in it, or it is gone
+            folder.rmdir()
 
 
 def _close(memory: ChunkMemory) -> None:

@@ -32,12 +32,13 @@ from trailmark.memory.schema import (
 )
 from trailmark.memory.snapshot import fill, read_state, state_tensors
 from trailmark.memory.state import CacheState
-from trailmark.memory.tiers.disk import STRETCHES_STAY, DiskStore
+from trailmark.memory.tiers.disk import DiskStore
 from trailmark.memory.tiers.files import open_records
 from trailmark.settings import Settings, from_mapping, setting
-from trailmark.untrusted import brief
+from trailmark.untrusted import brief, open_regular
 
 FILE = "chunks-1.bin"
+_STRETCHES_STAY = "Stretches that are whole stay: free some space, and the same command goes on."
 
 
 class Part(NamedTuple):
@@ -94,7 +95,7 @@ def begin_part(memory: ChunkMemory, first_chunk: int) -> None:
     """Have a memory, which is empty, write its chunks into the file in its folder, from ``first_chunk`` on."""
     assert memory.folder is not None
     file, first = memory.folder / FILE, first_chunk * memory.planes
-    memory.own_store = lambda layout: DiskStore(file, *layout, before=first)
+    memory.own_store = lambda layout: DiskStore(file, *layout, before=first, way_out=_STRETCHES_STAY)
 
 
 def save_part(
@@ -121,7 +122,7 @@ def save_part(
     try:
         saved.save(folder, tensors, header | {"records": told}, None, 0)
     except NoSpaceError as error:
-        raise NoSpaceError("memory_folder", folder.parent, error.needed, STRETCHES_STAY) from error
+        raise NoSpaceError("memory_folder", folder.parent, error.needed, _STRETCHES_STAY) from error
 
 
 def lies_there(part: Path, folder: Path) -> bool:
@@ -189,9 +190,8 @@ def records_of(header: dict[str, Any], part: Part, planes: int) -> Records | Non
 
 def expect_quiet(folder: Path) -> None:
     """Raise a ValueError where a process, perhaps of an earlier start, still writes into the file in ``folder``."""
-    if not (folder / FILE).exists():  # a text without a whole chunk
-        return
-    with open_records(folder / FILE, 0, 1) as file:
+    # a text without a whole chunk has none
+    with contextlib.suppress(FileNotFoundError), open_regular(folder / FILE, "memory") as file:
         if not lock(file.fileno()):
             raise ValueError(
                 f"memory: expected that nothing else writes {str(folder / FILE)!r}, another process does. End what an "
@@ -245,11 +245,10 @@ def put_together(
     device: torch.device,
     expected: Expected,
     empty: Callable[[int], CacheState],
-) -> tuple[MemorySize, CacheState | None]:
+) -> tuple[MemorySize, CacheState]:
     """Fill ``memory``, which is empty, with the chunks of all stretches; no record is read.
 
-    Its file is then kept from all others. Returned with its size is what the last stretch says of the text's end, if it
-    says so.
+    Its file is then kept from all others. Returned with its size is what the last stretch says of the text's end.
 
     Args:
         parts: in the text's order.
@@ -260,14 +259,14 @@ def put_together(
         ValueError: other chunks than so many of this model, or a process that still writes there.
     """
     tables: list[dict[str, Tensor]] = []
-    size, last, end = MemorySize(np.zeros(1, np.int64), 0), None, None
+    size, end, last = MemorySize(np.zeros(1, np.int64), 0), empty(1), None
     for part in parts:
         there = saved.load(part.folder)
         records = records_of(there.header, part, memory.planes)
         with _naming(part.folder):
             expect_tensors(there.tensors, expected)
             tensors = there.tensors
-            if part is parts[-1] and "num_tokens" in tensors:
+            if part is parts[-1]:
                 end, tensors = read_state(tensors, empty, device)
                 expect_numbers(end, expected)
                 _expect_end(end, part)

@@ -79,12 +79,12 @@ def test_a_limit_of_file_size_is_no_space_either(tmp_path: Path) -> None:
 def test_what_others_wrote_into_the_same_file_stays(disk_of_4_mib: Path, keep_free: int) -> None:
     shape, path = (2, 1, 256, 64), disk_of_4_mib / "chunks.bin"  # 128 KiB
     own, later = (
-        DiskStore(path, shape, torch.float32, "cpu", keep_free=keep_free, before=before)
+        DiskStore(path, shape, torch.float32, "cpu", 0, keep_free, before, "Others stay.")
         for before in (0, 40)  # beyond all that there is room for
     )
     later.write(0, torch.full((2, *shape), 3.0))
     own.write(0, torch.ones(2, *shape))
-    with pytest.raises(NoSpaceError, match="Stretches that are whole stay"):
+    with pytest.raises(NoSpaceError, match=r" Others stay\.$"):
         own.write(2, torch.zeros(1, *shape).expand(60, *shape))
     own.write(2, torch.full((1, *shape), 2.0))
     assert every(own).amax((1, 2, 3, 4)).tolist() == [1, 1, 2]

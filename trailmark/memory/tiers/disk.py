@@ -29,9 +29,10 @@ from trailmark.memory.tiers.files import (
 from trailmark.memory.tiers.records import Bytes, ChunkStore, Numbers, RecordLayout, bytes_of
 from trailmark.ops.arguments import require
 
-STRETCHES_STAY = "Stretches that are whole stay: free some space, and the same command goes on."
-"""The way out where one of several processes finds no space."""
 _KEEP_FREE = 64 << 20  # of a disk, for the rest of a memory: landmark vectors, windows
+_READ_ON = (
+    "What was read stays valid: free some space and read on from there, or go on in a folder on another disk."
+)
 
 
 def expect_there(folder: Path) -> None:
@@ -59,6 +60,7 @@ class DiskStore(ChunkStore):
         keep_free: bytes of the disk that no write takes.
         before: of a new file that several stores write, each its own records: how many of others come before these.
             None: the file is this store's alone.
+        way_out: what the error of a disk that is full says last.
 
     Raises:
         ValueError: for a file that is missing or shorter than ``count`` records, or that is in a new one's way.
@@ -78,6 +80,7 @@ class DiskStore(ChunkStore):
         count: int = 0,
         keep_free: int = _KEEP_FREE,
         before: int | None = None,
+        way_out: str = _READ_ON,
     ) -> None:
         super().__init__(record_shape, dtype, device)
         require(count >= 0, "count", count, "a number of records, 0 for a new file")
@@ -85,7 +88,7 @@ class DiskStore(ChunkStore):
         self._temporary = temporary_folder(self) if path is None else None
         self.path: Path = Path(path) if path is not None else Path(str(self._temporary)) / "chunks.bin"
         self.vouched = min(count, overwritten_from(self.path)) if count else 0
-        self.keep_free = keep_free
+        self.keep_free, self._way_out = keep_free, way_out
         self._shared, self.before = before is not None, before or 0
         self._files = _Files()
         weakref.finalize(self, self._files.close)
@@ -190,15 +193,7 @@ class DiskStore(ChunkStore):
         return shutil.disk_usage(self.path.parent).free
 
     def _no_space(self, needed: int) -> NoSpaceError:
-        return NoSpaceError(
-            "memory_folder",
-            self.path.parent,
-            needed,
-            STRETCHES_STAY
-            if self._shared
-            else "What was read stays valid: free some space and read on from there, or go on in a folder on another "
-            "disk.",
-        )
+        return NoSpaceError("memory_folder", self.path.parent, needed, self._way_out)
 
     def _collect(self, wanted: Numbers, out: Bytes) -> None:
         if not len(wanted):
