@@ -38,7 +38,6 @@ from pretrained_models import (
     named,
     on_short_texts,
     parser_of,
-    precision,
     shipped,
     shipped_reader,
     subject,
@@ -207,8 +206,7 @@ def _alone(
 ) -> dict[str, Any]:
     """The reader with that focus in long texts, which it reads once for several single facts."""
     alone = Alone(options.folder, Needles(options, progress).text, progress)
-    about = {"fields": alone.fields, "seed": SEED, "dtype": precision()}
-    return about | {"rows": alone.ask(length, count, formats)}
+    return {"fields": alone.fields, "seed": SEED, "rows": alone.ask(length, count, formats)}
 
 
 def _focus_set(folder: Path) -> int:
@@ -227,7 +225,8 @@ class Alone:
         self.known: dict[str, list[dict[str, Any]]] = read_json(self.file) or {}
         self.fields = (*READER_FIELDS, f"num_focus_chunks={_focus_set(folder)}")
         self.asked = subject(shipped_reader(folder), *self.fields)
-        self.name = f"{weights_of(shipped_reader(folder))[:12]} {self.fields}"
+        self.dtype = str(self.asked.model.dtype).removeprefix("torch.")  # in which it is computed
+        self.name = f"{weights_of(shipped_reader(folder))[:12]} {self.dtype} {self.fields}"
 
     @torch.no_grad()
     def ask(self, length: int, count: int, formats: Sequence[str]) -> list[dict[str, Any]]:
@@ -236,30 +235,35 @@ class Alone:
         for number in range(haystacks):
             facts = count * (number + 1) // haystacks - count * number // haystacks
             name = f"{length:,} tokens, haystack {number + 1} of {haystacks}"
+            # of these formats alone: another part may read the same haystack meanwhile
+            kept = (
+                self.folder / "alone" / f"{self.name[:12]}-{length}-{number}-{self.dtype}-{'-'.join(formats)}"
+            )
             key = f"{self.name} | {length} | {number} of {haystacks} | {SEED}"
             keys = {(format, fact): f"{key} | {format} {fact}" for fact in range(facts) for format in formats}
             if missing := [asked for asked, key in keys.items() if key not in self.known]:
-                for asked, found in self._in_haystack(length, number, missing, name):
-                    self.known[keys[asked]] = found
+                for asked, found in self._in_haystack(length, number, missing, name, kept):
+                    told = [line | {"dtype": self.dtype} for line in found]
+                    # another process may have written meanwhile
+                    self.known = (read_json(self.file) or {}) | self.known | {keys[asked]: told}
                     write_json(self.file, self.known)
             lines += [line for key in keys.values() for line in self.known[key]]
         rows = []
         for format, chat in ASKED:
             if own := [line for line in lines if (line["format"], line["chat"]) == (format, chat)]:
-                row = {"length": length, "format": format, "chat": chat}
+                row = {"length": length, "format": format, "chat": chat, "dtype": own[0]["dtype"]}
                 rows.append(row | {name: x for name, x in summary(own).items() if name != "asked"})
         return rows
 
     def _in_haystack(
-        self, length: int, number: int, facts: Sequence[tuple[str, int]], name: str
+        self, length: int, number: int, facts: Sequence[tuple[str, int]], name: str, kept: Path
     ) -> Iterator[tuple[tuple[str, int], list[dict[str, Any]]]]:
-        """Lines of each of ``facts``, of a format and a number."""
+        """Lines of each of ``facts``, of a format and a number; ``kept``: where its memory is saved meanwhile."""
         plans = self._plans(length)
         first, own_length = next(iter(plans.values()))
         haystack, asker = first.haystack(own_length, number), first.asker(own_length)
         laid = {way: plan.lay(n, number, [None], facts[-1][1] + 1)[None] for way, (plan, n) in plans.items()}
         assert isinstance(asker, MemoryAsker)
-        kept = self.folder / "alone" / f"{self.name.split()[0]}-{own_length}-{number}"
         read = self._read(asker, haystack, kept, name)
         for format, fact in facts:
             self.progress.show(f"{name}: {format} {fact + 1} of {facts[-1][1] + 1}")

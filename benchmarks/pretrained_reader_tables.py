@@ -160,7 +160,7 @@ def _short_text(found: Row) -> str:
 def _long_text(found: Row) -> str:
     return (
         f"The reader with a focus in texts of {found['rows'][0]['length']:,} tokens, each of which is read once for "
-        f"several single facts and kept in bfloat16{_computed([found])}:\n\n"
+        f"several single facts and kept in bfloat16{_computed(found['rows'])}:\n\n"
         f"{table(_TOLD | ASKED | _RIGHT, found['rows'])}"
     )
 

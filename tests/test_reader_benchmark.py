@@ -76,3 +76,23 @@ def test_facts_are_asked_once_and_each_with_the_focus_that_is_set(
     assert rows() == found
     assert rows(reader.WORDS[:1]) + rows(reader.WORDS[1:]) == found  # as parts of their own
     assert len(asked) == 5 + 2
+
+    # parts of which the first was stopped, and that began together: each keeps what is the other's
+    (tmp_path / "alone.json").unlink()
+    asked[:] = [None] * 3  # the next question but one is the fifth
+    one, other = (reader.Alone(tmp_path, text, Progress(quiet=True)) for _ in range(2))
+    with pytest.raises(KeyboardInterrupt):
+        one.ask(LENGTH, FACTS, reader.WORDS[1:])
+    (kept,) = (tmp_path / "alone").iterdir()
+    other.ask(LENGTH, FACTS, reader.WORDS[:1])
+    assert [*(tmp_path / "alone").iterdir()] == [kept]
+    one.ask(LENGTH, FACTS, reader.WORDS[1:])
+    before = len(asked)
+    assert rows() == found
+    assert len(asked) == before
+    # what was computed in one precision is asked again in another, and said of each
+    (own,) = {row["dtype"] for row in found}
+    another = "float32" if own == "bfloat16" else "bfloat16"
+    monkeypatch.setitem(reader.subject.__globals__, "precision", lambda: another)
+    assert {row["dtype"] for row in rows(reader.WORDS[:1])} == {another}
+    assert len(asked) == before + FACTS
