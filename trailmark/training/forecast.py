@@ -17,16 +17,21 @@ from trailmark.training.tasks import share_of
 from trailmark.training.trainer import checkpoint_activations, make_optimizer
 from trailmark.values import duration
 
-_MOST_SECONDS = 60  # that two steps may take at the speed of large matrix products
+_MOST_SECONDS = 60  # of two steps, at the speed of large matrix products, and of two texts of a fit
 _MARGIN = 1.15  # what is allocated, at most, of what was estimated (tests/training/test_estimate.py)
 
 
 def forecast(run: Run) -> Iterator[str]:
-    """In lines for people; then a step is taken, if it fits into memory and a minute. The run is spent with it."""
+    """In lines for people; then texts are fitted and steps taken, if they fit into memory and a minute.
+
+    The run is spent with it.
+    """
     settings, cuda = run.config.training, torch.cuda.is_available()
     found, device = estimate_of(run), "cuda" if cuda else "cpu"
     speed = measure_flops_per_second(device, getattr(torch, settings.computes_in))
     yield from describe(found, speed, settings.steps)
+    if texts := run.fitted_texts():
+        yield f"The memory is fitted to {len(texts)} texts first."
     if run.sharing.processes > 1:
         yield "No step is taken with several processes: one process would not do what they do together."
         return
@@ -34,29 +39,36 @@ def forecast(run: Run) -> Iterator[str]:
     if (need := _MARGIN * found.peak) > free:
         yield f"No step was taken: it may need {need / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free."
         return
-    if 2 * seconds(found, speed) > _MOST_SECONDS:
+    left = _MOST_SECONDS - 2 * seconds(found, speed)
+    if left >= 0 and texts:  # Before the steps: a MemoryFit refuses a model whose layers read already.
+        own = _seconds_of_fitted_texts(run, device, left)
+        left -= sum(own)
+        if len(own) == 1:
+            yield f"Its first text took {own[0]:.2f} s; to measure a second one would take too long for that here."
+        else:
+            yield (
+                f"To fit the memory, a text took {own[1]:.2f} s, after one to warm up: {duration(own[1] * len(texts))} "
+                f"for all {len(texts)} of them, before the first step. Solving it comes on top."
+            )
+    if left < 0:
         yield "No step was taken to measure its time: it would take too long for that here."
         return
-    if texts := run.fitted_texts():  # before the steps, after which layers read that a fit would set anew
-        took = _seconds_per_fitted_text(run, device)
-        yield (
-            f"To fit the memory, a text took {took:.2f} s, after one to warm up: {duration(took * len(texts))} for all "
-            f"{len(texts)} of them, before the first step. Solving it comes on top."
-        )
     took = seconds_per_step(run, 2)[-1]  # the first one warms caches
     hours = took * settings.steps / 3600
     yield f"A step took {took:.2f} s, after one to warm up: {hours:.2f} hours for all {settings.steps} of them."
 
 
-def _seconds_per_fitted_text(run: Run, device: str) -> float:
+def _seconds_of_fitted_texts(run: Run, device: str, most: float) -> list[float]:
+    """Of the first, and of a second one if both take no more than ``most`` with what the first took."""
     run.model.to(device)
-    fit = run.begin_fit()
-    for _ in range(2):
+    fit, found = run.begin_fit(), list[float]()
+    while len(found) < 2 and 2 * sum(found) <= most:
         began = time.perf_counter()
         fit.add(run.task.batch(0, 0, 1))
         if device == "cuda":
             torch.cuda.synchronize()
-    return time.perf_counter() - began
+        found.append(time.perf_counter() - began)
+    return found
 
 
 def estimate_of(run: Run) -> Estimate:
