@@ -61,6 +61,7 @@ _SAVED = 1 << 26  # tokens between savings
 # tokens whose index is built for its cost, in minutes; that of four times as many takes 8 times as long
 _MOST_INDEXED = 1 << 28
 _TOGETHER = 64  # questions of a batch, as the suite asks them
+FASTER = 5  # times as fast as by itself, at least, as was asked of a question of a batch
 _TIMED = 20  # questions that are asked by themselves, for their time
 SEARCHES = {"exact": ExactSearch, "faiss": FaissSearch}
 
@@ -338,12 +339,15 @@ def costs_text() -> str:
     return on_machine(table(measured, rows), *(row["environment"] for row in rows))
 
 
-def _times_as_fast(row: Row) -> str:
-    """Questions of a batch, beside questions that are asked by themselves."""
+def _faster(row: Row) -> float | None:
+    """How many times as fast a question of a batch is as one that is asked by itself; None where none was timed."""
     found = row["exact"]
-    if "seconds_a_question_in_batches" not in found:
-        return "-"
-    return f"{found['seconds_a_question']['median'] / found['seconds_a_question_in_batches']:.1f}"
+    each = found.get("seconds_a_question_in_batches")
+    return None if each is None else float(found["seconds_a_question"]["median"] / each)
+
+
+def _times_as_fast(row: Row) -> str:
+    return "-" if (times := _faster(row)) is None else f"{times:.1f}"
 
 
 def batches_text() -> str:
@@ -382,7 +386,21 @@ def answers_text() -> str:
         "times as fast": _times_as_fast,
         "s for faiss' index and its first question": "{faiss[seconds_first]:.1f}",
     }
-    return on_machine(table(columns, rows), rows[-1]["environment"])
+    shown = on_machine(table(columns, rows), rows[-1]["environment"])
+    return "\n\n".join(filter(None, (shown, goal_text(rows))))
+
+
+def goal_text(rows: Sequence[Row]) -> str:
+    """At which lengths asking as a batch is as much faster as was asked."""
+    timed = {row["length"]: times for row in rows if (times := _faster(row)) is not None}
+    missed = {length: times for length, times in timed.items() if times < FASTER}
+    if not missed:
+        return (
+            f"A question of a batch is at least {FASTER} times as fast at each length, which was asked."
+            * bool(timed)
+        )
+    those = " and ".join(f"{length:,} tokens ({times:.1f})" for length, times in missed.items())
+    return f"That a question of a batch is at least {FASTER} times as fast, which was asked, is missed at {those}."
 
 
 def readme_line() -> str:

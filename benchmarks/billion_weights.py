@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from billion import Grown, add_options, line, outcome
 from common import expect_settings
-from tables import RIGHT, Column, Columns, crossed, on_machine, record, table
+from tables import RIGHT, Column, Columns, cell, crossed, on_machine, record, table
 
 from trailmark.data.corpus import standard_library_texts, tokenize
 from trailmark.evaluation.needles.askers import MemoryAsker, ReadingCost
@@ -61,13 +61,6 @@ def sign_test(one: int, other: int) -> float:
     """Two-sided, exact (McNemar's): how likely so unequal counts are if both ways are as likely."""
     total = one + other
     return min(1.0, 2 * sum(math.comb(total, n) for n in range(min(one, other) + 1)) / 2**total)
-
-
-def fisher_test(one: int, other: int, of: int) -> float:
-    """Two-sided, exact (Fisher's): how likely counts at least as unlikely are in two draws of so many from the same."""
-    total = one + other
-    ways = [math.comb(of, n) * math.comb(of, total - n) for n in range(total + 1)]
-    return sum(way for way in ways if way <= ways[one]) / sum(ways)
 
 
 def asked(grown: Grown, cache: ChunkCache, length: int, needles: int) -> dict[float, list[dict[str, Any]]]:
@@ -156,37 +149,51 @@ def falling(margins: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
 
 
 def law_text() -> str:
-    """How the margin falls by needles and by text, and whether answers do by length."""
-    rows = _rows(own_scale=True)
-    single = [row for row in rows if row["needles"] == 1]
-    many = [row for row in rows if row["needles"] >= SCALED]
-    # from where text is read even beside many needles, it is much of what a few compete with
-    competes = min((row["length"] for row in many if row["text_weight"]), default=math.inf)
-    before = [row for row in rows if row["length"] < competes]
-    begin, slope, off = falling(
-        [(row["needles"] - 1, row["margin"]["median"]) for row in before if row["needles"] > 1]
-    )
-    until = f"up to {before[-1]['length']:,} tokens"
-    margins = ", ".join(f"{row['margin']['median']:.1f}" for row in single)
-    weights = ", ".join(f"{100 * row['text_weight']:.2g}%" for row in single)
-    answers = []
-    for needles in sorted({row["needles"] for row in many}):
-        first, *_, last = (row for row in many if row["needles"] == needles)
-        p = fisher_test(first["correct"], last["correct"], first["questions"])
-        answers.append(
-            f"of {needles:,} needles {first['correct']} are answered right at {first['length']:,} tokens and "
-            f"{last['correct']} at {last['length']:,} (p = {p:.2g})"
+    """How the margin falls by needles and by text, and how many answers of many needles are right at each length."""
+    rows = [row | {"percent": 100 * row["text_weight"]} for row in _rows(own_scale=True)]
+    said = list[str]()
+    by_needles: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_needles.setdefault(row["needles"], []).append(row)
+
+    def each(form: str, needles: int) -> str:
+        return ", ".join(cell(form, row) for row in by_needles[needles])
+
+    many = [needles for needles in by_needles if needles > 1]
+    if len(many) > 2:  # through two a line always goes
+        begin, slope, off = falling(
+            [(row["needles"] - 1, row["margin"]["median"]) for row in rows if row["needles"] > 1]
         )
-    return (
-        "- **By needles**: the best of n alike scores grows with √(2 ln n), and takes that from the margin "
-        f"([math.md](math.md#4-retrieval)). Over the best other chunk the median margin of N needles, from 8 on, is "
-        f"{begin:.1f} - {slope:.1f} √(2 ln (N - 1)), at most {off:.1f} off, {until}.\n"
-        "- **By text**: a question reads 8 chunks however long the text is, but the best of more chunks score higher. "
-        f"Of a single needle the median margin over them is {margins} at these lengths, and they take {weights} of the "
-        f"weight (means). Beside {SCALED} needles or more text takes none {until}: all 8 chunks hold needles.\n"
-        f"- **By length, of many needles**: {'; '.join(answers)}. That is Fisher's exact test, as if each length had "
-        "names of its own."
+        said.append(
+            "- **By needles**: the best of n alike scores grows with √(2 ln n), and takes that from the margin "
+            "([math.md](math.md#4-retrieval)). Over the best other chunk the median margin of N needles, from "
+            f"{min(many)} on, is {begin:.1f} - {slope:.1f} √(2 ln (N - 1)), at most {off:.2f} off, over all "
+            "these lengths."
+        )
+
+    def ends(form: str) -> str:
+        """From the shortest text to the longest."""
+        return ", ".join(
+            f"{' to '.join(dict.fromkeys(cell(form, own[at]) for at in (0, -1)))} with {needles:,}"
+            for needles, own in by_needles.items()
+        )
+
+    said.append(
+        "- **By text**: a question reads as many chunks however long the text is, but the best of more chunks score "
+        f"higher. From the shortest to the longest text here the median margin goes, by needles, from "
+        f"{ends('{margin[median]:.2f}')}; and the weight that text takes from {ends('{percent:.2g}%')} (means)."
     )
+    if most := [needles for needles in many if needles >= SCALED]:
+        right = "; ".join(
+            f"of {by_needles[needles][0]['questions']:,} questions about {needles:,} needles "
+            f"{each('{correct:,}', needles)} are answered right"
+            for needles in most
+        )
+        said.append(
+            f"- **By length, of many needles**: at these lengths, {right}. They are the same questions, but which "
+            "of them were lost at which length was not kept, so that a fall is not tested."
+        )
+    return "\n".join(said)
 
 
 def bins_text() -> str:

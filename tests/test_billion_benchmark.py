@@ -75,17 +75,57 @@ def test_the_sign_test_is_exact(weights: ModuleType) -> None:
     assert weights.sign_test(3, 3) == weights.sign_test(0, 0) == 1
 
 
-def test_two_counts_are_compared_exactly(weights: ModuleType) -> None:
-    """Fisher's own example, a lady who tastes tea: 3 of 4 cups, and 1 of 4."""
-    assert weights.fisher_test(3, 1, 4) == pytest.approx(34 / 70)
-    assert weights.fisher_test(4, 0, 4) == pytest.approx(2 / 70)
-    assert weights.fisher_test(2, 2, 4) == 1
-
-
 def test_the_law_of_the_best_of_many_is_found_again(weights: ModuleType) -> None:
     begin, slope, off = weights.falling([(n, 9 - 2 * math.sqrt(2 * math.log(n))) for n in (8, 30, 200, 1000)])
     assert (begin, slope) == pytest.approx((9, 2))
     assert off == pytest.approx(0, abs=1e-9)
+
+
+def test_the_law_is_said_of_what_was_measured(weights: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all lengths together, also where there is one, or where text has some weight at each."""
+    rows = [
+        {"length": length, "needles": needles, "scale": 4.0, "questions": 300, "correct": 300 - needles // 10}
+        | {
+            "margin": {"median": 9 - 2 * math.sqrt(2 * math.log(max(1, needles - 1)))},
+            "text_weight": length / 6400,
+        }
+        for length in (64, 256)
+        for needles in (1, 5, 30, 300)
+    ]
+    rows[4]["margin"] = {"median": 8.0}  # of a single one in the longer text
+    found = {"settings": {"scale": 4.0}, "results": rows}
+    monkeypatch.setattr(weights, "record", lambda name: found)
+    both = weights.law_text()
+    assert "from 5 on, is 9.0 - 2.0 √(2 ln (N - 1)), at most 0.00 off, over all these lengths" in both
+    assert "the median margin goes, by needles, from 9.00 to 8.00 with 1, " in both
+    assert "the weight that text takes from 1% to 4% with 1, " in both
+    assert "of 300 questions about 300 needles 270, 270 are answered right" in both
+    rows[-1]["margin"] = {"median": 0.0}
+    assert "at most 0.00 off" not in weights.law_text()
+    found["results"] = rows[:4]
+    assert "from 9.00 with 1, " in weights.law_text()
+    found["results"] = rows[:1]
+    assert "By needles" not in weights.law_text()
+    assert "of many needles" not in weights.law_text()
+
+
+def test_a_goal_that_is_missed_is_said(billion: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[dict[str, Any]] = [
+        {
+            "length": length,
+            "exact": {"seconds_a_question": {"median": together}, "seconds_a_question_in_batches": 1},
+        }
+        for length, together in ((1000, 7.0), (2000, 5.0), (3000, 4.24))
+    ]
+    rows.append({"length": 4000, "exact": {"seconds_a_question": {"median": 1.0}}})
+    assert billion.goal_text(rows) == (
+        "That a question of a batch is at least 5 times as fast, which was asked, is missed at 3,000 tokens (4.2)."
+    )
+    assert (
+        billion.goal_text(rows[:2])
+        == "A question of a batch is at least 5 times as fast at each length, which was asked."
+    )
+    assert billion.goal_text(rows[3:]) == ""
 
 
 def test_times_that_nobody_measured_are_not_spoken_of(
