@@ -321,6 +321,7 @@ def learnable(options: argparse.Namespace, progress: Progress) -> dict[str, Any]
     return {
         "window": config.sliding_window, "chunk_size": config.chunk_size, "chosen": ranking.chosen,
         "lower_layers": config.num_lower_layers, "length": STRETCH, "of": len(candidates),
+        "stretches": options.stretches,
         "candidates": float(np.median(candidates)),
         **{
             name: {"texts": len(own), "references": sum(map(len, own)), "rows": share(own, rules)}
@@ -383,6 +384,12 @@ def _training(part: str, options: argparse.Namespace) -> str:
     return "" if first else f", window {options.window}, seed {options.seed}"
 
 
+def at_least_one(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
+    return number
+
+
 def main() -> None:
     parser = parser_of(__doc__, PARTS, OUTPUT)
     parser.add_argument("--window", type=int, default=256, help="that the models were trained with")
@@ -402,7 +409,7 @@ def main() -> None:
         "--needles", type=int, nargs="+", default=NEEDLES, help="lengths of texts that hide them"
     )
     parser.add_argument(
-        "--stretches", type=int, help="of each chapter at most, for the part learnable; default: all"
+        "--stretches", type=at_least_one, help="of each chapter at most, for the part learnable; default: all"
     )
     parser.add_argument("--chat", action="store_true", help="ask for them through the chat template too")
     parser.add_argument("--questions", type=int, default=100, help="about needles, at each length")

@@ -83,8 +83,9 @@ def gap(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """By window too, of all tokens and of those that stood before, but only outside it."""
     known, base, rows = Losses(options.folder / "losses.json", progress), base_of(options), list[Any]()
     chunks = options.chunks[0]
-    found = about(options) | {"chunks": chunks, "rows": rows}
-    for length, kind, window in product(options.lengths, KINDS_OF_TEXT, options.windows):
+    cases = [*product(options.lengths, KINDS_OF_TEXT, options.windows)]
+    found = about(options) | {"chunks": chunks, "rows": rows, "planned": 2 * len(cases)}
+    for length, kind, window in cases:
         texts = KINDS_OF_TEXT[kind](tokenizer_of(options), length)
         changes = [f"num_retrieved_chunks={chunks}"] + [f"sliding_window={window}"] * (window != WINDOW)
         models = {

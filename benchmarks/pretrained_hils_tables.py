@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pretrained_tables import counted, nats
+from pretrained_tables import counted, nats, unfinished
 from tables import RIGHT, Columns, Row, between, of_parts, record, table
 
 
@@ -39,7 +39,7 @@ def _gap_text(found: Row) -> str:
     columns |= {name: column for name, column in _OF_HILS.items() if name != "above full"}
     return (
         f"By the window too, with {found['chunks']} chunks; *stood outside*: tokens that the text had before, but not "
-        f"in the window:\n\n{table(columns, found['rows'])}"
+        f"in the window.{unfinished(found, 0)}\n\n{table(columns, found['rows'])}"
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -362,7 +363,7 @@ def on_short_texts(
     length: int,
     name: str,
 ) -> list[dict[str, Any]]:
-    """By kind of text, pieces of ``length`` tokens of which a window sees all: what a training took from the base.
+    """By kind of text, every fourth piece of ``length`` tokens, of which a window sees all: what a training took.
 
     Its interval is over pieces, and over the texts that they are of, under "worse" and "by_text".
 
@@ -371,21 +372,25 @@ def on_short_texts(
     """
     rows = []
     for kind, long in texts.items():
-        pieces = [
-            Text(f"{text.name} at {first}", text.ids[first : first + length])
+        of_text = {
+            text.name: [
+                Text(f"{text.name} at {first}", text.ids[first : first + length])
+                for first in range(0, len(text.ids) - length + 1, 4 * length)
+            ]
             for text in long
-            for first in range(0, len(text.ids) - length + 1, 4 * length)
-        ]
+            if len(text.ids) >= length
+        }
+        pieces = [*chain(*of_text.values())]
         pair = losses.of("base", partial(opened, base), pieces), losses.of(*own, pieces)
         before, after = (np.array([x.mean() for x in each]) for each in pair)
-        of_text = np.cumsum([len(range(0, len(text.ids) - length + 1, 4 * length)) for text in long])[:-1]
-        sums = [(x.sum(), len(x)) for x in np.split(after - before, of_text)]
+        ends = np.cumsum([len(own) for own in of_text.values()])[:-1]
+        sums = [(x.sum(), len(x)) for x in np.split(after - before, ends)]
         rows.append(
-            {"kind": kind, "texts": len(pieces), "length": length, "of": len(long)}
+            {"kind": kind, "texts": len(pieces), "length": length, "of": len(of_text)}
             | {"base": float(before.mean()), name: float(after.mean())}
             | interval("worse", after - before)
             | interval("by_text", *map(np.array, zip(*sums, strict=True)))
-            | {"each": {text.name: total / count for text, (total, count) in zip(long, sums, strict=True)}}
+            | {"each": {name: total / count for name, (total, count) in zip(of_text, sums, strict=True)}}
         )
     return rows
 

@@ -170,7 +170,6 @@ def focus(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 def twins(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """The reader's windows alone, which choose no chunk, and the base with full attention at its own length."""
     asked, rows, near = Needles(options, progress), list[dict[str, Any]](), options.needles
-    found = {"rows": rows, "fields": READER}
     windows = "taught, windows alone", shipped_reader(options.folder), (*READER, "num_retrieved_chunks=0")
     full = "base, full attention", base_of(options), ()
     cases: list[tuple[tuple[str, Path, tuple[str, ...]], int, int]]
@@ -179,6 +178,7 @@ def twins(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         (full, 2 * near, options.singles),
         (windows, LONG, options.few),
     ]
+    found = {"rows": rows, "fields": READER, "planned": len(cases)}
     for (model, folder, fields), length, questions in cases:
         row = asked.ask(folder, fields, length, questions=questions)
         rows.append({"model": model, "together": 1, "chat": False} | row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from pretrained_tables import ASKED, short_texts
+from pretrained_tables import ASKED, short_texts, unfinished
 from tables import RIGHT, Columns, Row, between, of_parts, on_machine, record, table
 
 
@@ -149,10 +149,17 @@ def _focus_text(found: Row) -> str:
 
 def _short_text(found: Row) -> str:
     (row,) = found["rows"]
-    each = row["each"].values()
+    each, mean = row["each"].values(), row["worse"]
+    (card,) = (
+        one for one in record("pretrained_reader")["reader"]["results"]["short"] if one["kind"] == "books"
+    )
+    ends = row["worse_high"], row["by_text_high"]
+    shown = "is shown" if max(ends) <= _ASKED else "is not shown"
     return (
-        f"Its losses on more short texts of books, {row['texts']} pieces of {row['of']} held-out books, which lie from "
-        f"{min(each):.3f} to {max(each):.3f} nats above the base's in the mean of a book:\n\n"
+        f"Its losses on short texts of books, {row['texts']} pieces of {row['of']} held-out books, the {card['texts']} "
+        f"of its card among them, which lie from {min(each):.3f} to {max(each):.3f} nats above the base's in the mean "
+        f"of a book. That they cost at most {_ASKED} more, which was asked, {shown}: the mean is {mean:.3f}, and the "
+        f"intervals reach {ends[0]:.3f} over pieces and {ends[1]:.3f} over books.\n\n"
         f"{short_texts(found['rows'], 'taught', 'taught')}"
     )
 
@@ -171,7 +178,7 @@ def _twins_text(found: Row) -> str:
     those = " and ".join(_BESIDE[model] for model in dict.fromkeys(row["model"] for row in found["rows"]))
     return (
         f"What stands beside the reader, where one sentence is to be completed: {those}"
-        f"{_computed(found['rows'])}:\n\n{table(columns, found['rows'])}"
+        f"{_computed(found['rows'])}.{unfinished(found, 3)}\n\n{table(columns, found['rows'])}"
     )
 
 
@@ -204,6 +211,7 @@ def _shares_text(found: Row) -> str:
     )
 
 
+_ASKED = 0.01  # nats that short texts were to cost more at most
 _FOCUS, _BM25, _MINILM, _OWN = "of the focus", "that BM25 finds", "that MiniLM finds", "of the fact"
 _WORDINGS = "words of the text", "other words"
 _BESIDE = {

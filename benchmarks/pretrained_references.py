@@ -188,6 +188,6 @@ def share(
     rows = []
     for rule in rules:
         found = np.array([sum(one[rule] for one in own) for own in hits])
-        low, high = bootstrap_ratio(found, counts)
+        low, high = np.clip(bootstrap_ratio(found, counts), 0, 1).tolist()  # widened for few texts
         rows.append({"rule": rule, "share": float(found.sum() / counts.sum()), "low": low, "high": high})
     return rows

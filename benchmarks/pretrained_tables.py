@@ -72,7 +72,7 @@ def _goal(rows: list[Row]) -> str:
         if those
     ]
     why = ""
-    if missed and all(row.get("theirs", 0) > row.get("ours", 0) for row in missed):
+    if missed and all(row.get("ours", row["difference"]) < row["difference"] / 2 for row in missed):
         why = " There the most of it is what transformers rounds in float32."
     return f"That they differ by {_APART:.0e} at most, which was asked, {' and '.join(said)}.{why}"
 
@@ -82,6 +82,12 @@ def _sinks(rows: list[Row], window: int) -> float:
     loss = {row["case"]: row["loss"] for row in rows}
     alone, full = loss[f"window {window}"], loss["full attention"]
     return float((alone - loss[f"window {window}, 4 sinks"]) / (alone - full))
+
+
+def unfinished(found: Row, planned: int) -> str:
+    """How many of its rows there are, where a part was stopped; ``planned``: of a record that does not say it."""
+    planned = found.get("planned", planned)
+    return f" So far {len(found['rows'])} of {planned} rows are measured." * (len(found["rows"]) < planned)
 
 
 def nats(model: str) -> Callable[[Row], str]:
@@ -193,8 +199,7 @@ def _controls_text(found: Row) -> str:
 
 
 def _share(row: Row) -> str:
-    """A proportion's interval over few texts, widened, is cut where there is none."""
-    return f"{row['share']:.2f} ({max(0, row['low']):.2f} to {min(1, row['high']):.2f})"
+    return f"{row['share']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
 
 
 def _references_text(found: Row) -> str:
@@ -218,12 +223,14 @@ def _learnable_text(found: Row) -> str:
     ]
     read = found["all"]["references"]
     of = f"all {read:,}" if found["of"] == read else f"{read:,} of {found['of']:,}"
+    first = found.get("stretches")  # the first were measured before it was kept
+    those = "" if first is None else f", those of the first {first} stretches of each chapter that have any"
     return (
         f"The same of the base as converted, in another setting: stretches of {found['length']:,} tokens, each a text "
         f"of its own, with chunks of {found['chunk_size']} tokens, of which the best {found['chosen']} of "
         f"{found['candidates']:.0f} (the median) count, those outside a window of {found['window']}, and upper layers "
         f"from {found['lower_layers']} on; {of} references whose label stands in the same stretch and may be "
-        f"selected.\n\n{table(columns, rows)}"
+        f"selected{those}.\n\n{table(columns, rows)}"
     )
 
 
@@ -235,7 +242,7 @@ def short_texts(rows: list[Row], name: str, shown: str) -> str:
     columns: Columns = {"text": "{kind}", "texts": "{texts}", "base, nats": "{base:.3f}", shown: f"{{{name}:.3f}}",
                         f"{shown} above it": between("worse")}  # fmt: skip
     if all("by_text" in row for row in rows):  # the first were measured before it was kept
-        columns["with an interval over what they are of"] = between("by_text")
+        columns["the same, with an interval over the texts that hold the pieces"] = between("by_text")
     return f"Texts of {rows[0]['length']} tokens, which the window holds whole:\n\n{table(columns, rows)}"
 
 
@@ -346,7 +353,7 @@ def _learned(what: str, tokens: int, seconds: float, part: Row) -> Row:
     found = part["environment"]
     return {
         "what": what, "tokens": tokens, "minutes": seconds / 60, "hour": tokens * 3600 / seconds,
-        "on": f"{found['processor']}, {found['date']}",
+        "processor": found["processor"], "date": found["date"],
     }  # fmt: skip
 
 
@@ -371,9 +378,19 @@ def hours_text() -> str:
         "tokens": "{tokens:,}",
         "minutes of a core": "{minutes:.0f}",
         "tokens an hour": "{hour:,.0f}",
-        "processor": "{on}",
+        "processor": "{processor}, {date}",
     }
-    text = table(columns, rows)
+    hours: dict[str, list[float]] = {}
+    for row in rows:
+        hours.setdefault(row["processor"], []).append(row["hour"])
+    ranges = " and ".join(
+        f"{min(own):,.0f} to {max(own):,.0f} tokens on {processor}" for processor, own in hours.items()
+    )
+    text = (
+        f"{table(columns, rows)}\n\nSo an hour of a core taught {ranges}. These are other trainings on each "
+        "processor, with other lengths of text and other layers that see all of it, so that the ranges do not compare "
+        "the processors."
+    )
     if "steps" not in known:
         return text
     found = known["steps"]["results"]
