@@ -345,6 +345,21 @@ def _rates_text() -> str:
     return "".join(blocks)
 
 
+_OF_SCORES: Columns = {
+    "agreement with use": "{agreement}",
+    "of the pair": "{agreement_of_pair}",
+    "gradient popular": "{gradient_popular}",
+    "halves agree": "{gradient_halves}",
+    "ever read": "{ever_read}",
+}
+
+
+def _of_groups(found: Row) -> Row:
+    """What the suite says of scores and gradients, each group's number after the other."""
+    groups = found["groups"]
+    return {name: ", ".join(f"{group[name]:.2f}" for group in groups) for name in groups[0]}
+
+
 def diagnosis_text() -> str:
     """What the reader makes of which chunks, and what the gradient says."""
     blocks = []
@@ -362,16 +377,12 @@ def diagnosis_text() -> str:
             "less with them than with none": lambda row: _less(row["learned"]),
         }
         groups = [
-            {"scores": name, "source_read": own["copy, own"]["source_read"]} | found[name]["groups"][0]
+            {"scores": name, "source_read": own["copy, own"]["source_read"]} | _of_groups(found[name])
             for name, own in (("before", before), ("learned", after))
         ]
         of_scores: Columns = {
             "scores": "{scores}",
-            "agreement with use": "{agreement:.2f}",
-            "of the pair": "{agreement_of_pair:.2f}",
-            "gradient popular": "{gradient_popular:.2f}",
-            "halves agree": "{gradient_halves:.2f}",
-            "ever read": "{ever_read:.2f}",
+            **_OF_SCORES,
             "a repeated span's source read": "{source_read:.2f}",
         }
         blocks.append(
@@ -399,25 +410,22 @@ def from_nothing_text() -> str:
     columns |= {f"less with {name}": f"{{{name}}}" for name in _READER}
     columns |= {"that span, nats": "{span:.3f}", "its source read": "{source_read:.2f}"}
     of_scores: Columns = {
-        "steps": "{step:,}", "popular": "{popular}",
-        "agreement with use": "{agreement}", "of the pair": "{agreement_of_pair}",
-        "gradient popular": "{gradient_popular}", "halves agree": "{gradient_halves}",
-        "halves agree, with noise": "{noisy_gradient_halves}", "ever read": "{ever_read}",
+        "steps": "{step:,}",
+        "popular": "{popular}",
+        **_OF_SCORES,
+        "halves agree, with noise": "{noisy_gradient_halves}",
         "ever read, with noise": "{noisy_ever_read}",
-    }  # fmt: skip
+    }
     rows = []
     for row in found["rows"]:
         cases = {case["chunks"]: case for case in row["cases"]}
-        groups = {
-            name: ", ".join(f"{group[name]:.2f}" for group in row["groups"]) for name in row["groups"][0]
-        }
         less = {name: _less(cases[case]) for name, case in _READER.items()}
         own = {
             "nats": cases["own"]["nats"],
             "span": cases["copy, none"]["nats"],
             "source_read": cases["copy, own"]["source_read"],
         }
-        rows.append(row | groups | less | own)
+        rows.append(row | _of_groups(row) | less | own)
     return on_machine(
         f"{found['texts']} stretches of {found['length']:,} tokens of the held-out chapters, a model of "
         f"{found['parameters']:,} parameters, seed {found['seed']}; less than without chunks, in nats, with 95% "

@@ -166,20 +166,21 @@ def _of_text(
     tell("spans that come again")
     cases |= _copies(model, none, ids, limits, settings.seed, number)
     tell("the gradient")
-    gradients = _gradients(model, ids)
-    with_noise = model.config.retrieval_noise and K > 1  # a single chunk's score is not trained
-    noisy = _gradients(model, ids, settings.seed + number) if with_noise else None
+    gradients = {"": _gradients(model, ids)}
+    if model.config.retrieval_noise and K > 1:  # a single chunk's score is not trained
+        gradients["noisy_"] = _gradients(model, ids, settings.seed + number)
     useful = -by_chunk[asks + 1]  # what each takes off, but for what is the same for all
     groups = []
     for group, own in enumerate(scores):
         groups.append(
             parts_of(own, model.config)
             | _agreement(own.double().numpy(), limits, asks, tried[asks], useful)
-            | _gradient_parts(*gradients[group], int(limits.max()))
+            | {
+                f"{prefix}{name}": part
+                for prefix, those in gradients.items()
+                for name, part in _gradient_parts(*those[group], int(limits.max())).items()
+            }
         )
-        if noisy is not None:
-            of_noisy = _gradient_parts(*noisy[group], int(limits.max()))
-            groups[-1] |= {f"noisy_{name}": part for name, part in of_noisy.items()}
     return {"cases": cases, "groups": groups}
 
 
