@@ -330,8 +330,9 @@ def test_finished_shards_are_not_made_again(
             raise KeyboardInterrupt
 
     monkeypatch.setattr("trailmark.data.prepare._JOB", 1)  # documents come one by one
+    monkeypatch.setattr("trailmark.data.prepare._SHOW_EVERY", 0)  # and progress is told after each, however busy we are
 
-    source, output = LateProgress([folder]), tmp_path / "out"
+    source, output = NotesBeginning([folder]), tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         prepare(source, output, bpe, processes=1, shard_tokens=SHARD, progress=stop)
     assert not (output / "corpus.json").exists()
@@ -348,16 +349,14 @@ def test_finished_shards_are_not_made_again(
     assert contents(output) == contents(whole)
 
 
-class LateProgress(LocalFiles):
-    """So slow that progress is shown after each document; notes where reading began."""
+class NotesBeginning(LocalFiles):
+    """Notes at which row reading began."""
 
     first: int | None = None
 
     def documents(self, first: int = 0) -> Any:
         self.first = first
-        for row in super().documents(first):
-            yield row
-            time.sleep(0.02)
+        return super().documents(first)
 
 
 def test_a_shard_that_was_removed_is_made_again(
@@ -385,7 +384,7 @@ def test_a_shard_that_was_removed_is_made_again(
 def test_a_finished_corpus_is_opened_at_once(folder: Path, whole: Path, bpe: str, tmp_path: Path) -> None:
     before = contents(whole)
     states: list[Progress] = []
-    source = LateProgress([folder])
+    source = NotesBeginning([folder])
     prepare(source, whole, bpe, shard_tokens=SHARD, progress=states.append)
     assert source.first is None, "documents were read"
     (state,) = states

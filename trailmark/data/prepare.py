@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 PROGRESS = "progress.json"
 SHARD_TOKENS = 1 << 26  # 134 MB as uint16: a minute or so of work is the most that a kill costs
 _PIECE = 1 << 17  # characters of a longer document that are tokenised at a time
+_SHOW_EVERY = 0.2  # seconds between two calls of progress, at least
 _JOB = 1 << 18  # characters that are sent to a process together, at least
 _FIRST_LOOK = 1 << 20  # bytes written after which the room that the rest needs is known well enough
 _ROADS = ["tokenizer", "name"], ["source", "paths"]  # by which road a thing came does not count
@@ -328,7 +329,7 @@ class _Run:
 
     def _show(self, finished: bool = False) -> None:
         now = time.monotonic()
-        if self.progress is None or (now - self.shown < 0.2 and not finished):
+        if self.progress is None or (now - self.shown < _SHOW_EVERY and not finished):
             return
         self.shown, writer = now, self.writer
         documents = sum(shard.documents for shard in self.shards) + (writer.documents if writer else 0)
