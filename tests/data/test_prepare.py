@@ -330,7 +330,7 @@ def test_finished_shards_are_not_made_again(
             raise KeyboardInterrupt
 
     monkeypatch.setattr("trailmark.data.prepare._JOB", 1)  # documents come one by one
-    monkeypatch.setattr("trailmark.data.prepare._SHOW_EVERY", 0)  # and progress is told after each, however busy we are
+    monkeypatch.setattr("trailmark.data.prepare._SHOW_EVERY", 0)  # and progress is told after each
 
     source, output = NotesBeginning([folder]), tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
