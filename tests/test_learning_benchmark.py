@@ -112,7 +112,7 @@ def test_chunks_are_told_in_a_memory_as_in_a_whole_text(
     S, K = model.config.chunk_size, model.config.num_retrieved_chunks
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, 30 * S + 2)
     monkeypatch.setattr(lengths, "COUNTED", counted := 4 * S + 1)
-    found = lengths._last([lengths.Text("", ids)], ("random", "BM25"), model, 0)
+    found = lengths.last_tokens([lengths.Text("", ids)], ("random", "BM25"), model, 0)
     limits = model.layouts.of(len(ids), False).candidates(model.config.first_visible, torch.device("cpu"))
     told = dict(choices_of(ids, S, limits.flatten().numpy(), K, 0, 0))
     whole = np.stack([losses_of(model, ids, told.get(rule)) for rule in ("own", "random", "BM25")])

@@ -280,6 +280,8 @@ class NaiveDRT(Naive):
         place[-1] = c.chunk_size  # an early landmark too
         x = self.encoded(encoder, self.norm(encoder.input_norm, rows), place)
         k, v = encoder.kv_proj(x[:-1]).unflatten(-1, (2, -1, c.num_key_value_heads, c.head_dim)).unbind(1)
+        if c.memory_values == "next":
+            v = torch.cat([v[1:], torch.zeros_like(v[:1])])
         summary = x[-1] if c.chunk_summary == "landmark" else x[:-1].mean(0)
         return k, v, self.vector(encoder.landmark_proj(summary))  # k, v [n, sets, J, D]
 

@@ -148,6 +148,7 @@ DRTS = st.fixed_dictionaries(
         "chunk_summary": st.sampled_from(["landmark", "mean"]),
         "landmarks_as_keys": st.booleans(),
         "memory_kv": st.sampled_from(["shared", "group", "layer"]),
+        "memory_values": st.sampled_from(["same", "next"]),
         **SINKS,
     }
 ).map(fitting)

@@ -116,6 +116,8 @@ def models(draw: st.DrawFn, task: str, context: int) -> dict[str, Any]:
             retrieval_noise=st.booleans(),
             exclude_visible_chunks=st.booleans(),
             residual_gca=st.booleans(),
+            memory_values=st.sampled_from(["same", "next"]),
+            gca_start=st.sampled_from(["drawn", "lookup"]),
         )
         if draw(st.booleans()):
             fields["retriever"] = draw(st.sampled_from(["random", "encoder"]))

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tests.budgets import assert_within_budget
 from tests.models.naive import NaiveDRT
-from tests.models.tiny import DRT_VARIANTS, EXACT, assert_same, drt, logits_of, split, tokens
+from tests.models.tiny import DRT_VARIANTS, EXACT, assert_same, drt, drt_config, logits_of, split, tokens
 from trailmark.memory import ChunkCache
-from trailmark.models import TrailmarkForCausalLM, causal_lm, layers
+from trailmark.models import DRTForCausalLM, TrailmarkForCausalLM, causal_lm, layers
 from trailmark.models.drt import model as drt_model
 from trailmark.ops import ChunkSelection, ReadAgain
 
@@ -251,6 +251,48 @@ def test_what_is_read_feeds_the_mlp_but_not_the_residual_stream() -> None:
             for layer in model.upper_layers:
                 layer.gca_o_proj.weight.mul_(2)
         assert torch.equal(before, logits_of(model, ids)) is not residual
+
+
+@pytest.mark.parametrize("memory_kv", ["shared", "group", "layer"])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_a_lookup_finds_what_is_like_it_and_says_what_it_was_made_of(memory_kv: str, heads: int) -> None:
+    """q . k is a kernel, the same for both sides, and out of the values comes what went in, or its projection."""
+    config = drt_config(2, memory_kv=memory_kv, gca_start="lookup", num_key_value_heads=heads)
+    torch.manual_seed(0)
+    model = DRTForCausalLM(config)
+    E, H, D = config.hidden_size, config.num_attention_heads, config.head_dim
+    kv = model.encoder.kv_proj.weight.detach().view(2, -1, heads, D, E)
+    states = torch.randn(50, E)
+    for number, layer in enumerate(model.upper_layers):
+        keys, values = kv[
+            :, {"shared": 0, "group": number // config.layers_per_group, "layer": number}[memory_kv]
+        ]
+        own = keys.repeat_interleave(H // heads, 0).flatten(0, 1)
+        assert torch.equal(layer.gca_q_proj.weight, own)
+        said = (states @ values.repeat_interleave(H // heads, 0).flatten(0, 1).T) @ layer.gca_o_proj.weight.T
+        rows = values.flatten(0, 1)
+        torch.testing.assert_close(rows @ rows.T, torch.eye(heads * D))
+        torch.testing.assert_close(said, states @ rows.T @ rows)
+    assert len({layer.gca_q_proj.weight.sum().item() for layer in model.upper_layers}) == config.kv_per_chunk
+
+
+def test_a_lookup_of_what_came_next_copies_before_any_training() -> None:
+    """Of tokens that follow what stood far before: they cost much less than others, and only with both fields."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(1, 500, (8, 64), generator=generator)
+    ids = torch.cat([drawn, torch.randint(1, 500, (8, 64), generator=generator), drawn], 1)
+    costs = {}
+    for start, values in (("lookup", "next"), ("lookup", "same"), ("drawn", "next")):
+        sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 500}
+        fields = {"chunk_size": 16, "num_retrieved_chunks": 20, "sliding_window": 16, "residual_gca": True}
+        config = drt_config(gca_start=start, memory_values=values, initialization="fan_in", **sizes, **fields)
+        torch.manual_seed(0)
+        model = DRTForCausalLM(config).eval()
+        with torch.no_grad():
+            logits = model(ids).logits
+        losses = torch.nn.functional.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")
+        costs[start, values] = float(losses[:, 130:].mean() - losses[:, 32:127].mean())
+    assert costs["lookup", "next"] < -1 < min(costs["lookup", "same"], costs["drawn", "next"]), costs
 
 
 # --- what is retrieved -----------------------------------------------------------------------------------

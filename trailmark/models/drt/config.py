@@ -27,6 +27,13 @@ class DRTConfig(LayeredConfig):
         memory_kv: who reads the same keys and values of a chunk. "shared": all upper layers, as published. "group": the
             layers of a group. "layer": each its own, so a memory is as many times larger. One depth's keys and values
             fit no other depth of a pretrained base.
+        memory_values: what a key's value is of. "same": the key's own token, as published. "next": the token after it
+            in its chunk, so that what a key is like is answered by what came next; the last one's value is 0. The chunk
+            encoder need not learn to look one token on before anything can be copied.
+        gca_start: what GCA does before training. "drawn": nothing in particular, as published. "lookup": queries begin
+            as the keys' projection, and what is read goes out by the transpose of the values': a token finds what is
+            like itself in a chunk. With ``memory_values`` "next" and ``residual_gca`` an untrained model copies what
+            came after.
         softmax_off_by_one: a virtual key of score 0 and value 0 in every chunk (Eq. 3).
         virtual_key: what that key is. "zero": as published. "window" (with RoPE): what the layer's own window gave,
             scored by its log-sum-exp, so that the keys of all chunks that are read stand in one softmax with the
@@ -55,9 +62,12 @@ class DRTConfig(LayeredConfig):
 
     model_type = "trailmark_drt"
     # the embedder itself counts: TrailmarkForCausalLM._cache_key
-    no_arithmetic = frozenset({"gca_implementation", "retrieval_noise", "embedder", "embedder_fingerprint"})
+    no_arithmetic = frozenset({
+        "gca_implementation", "gca_start", "retrieval_noise", "embedder", "embedder_fingerprint",
+    })  # fmt: skip
     newer = TrailmarkConfig.newer | {
-        "chunk_summary", "gca_implementation", "landmarks_as_keys", "memory_kv", "retrieval_recency", "virtual_key",
+        "chunk_summary", "gca_implementation", "gca_start", "landmarks_as_keys", "memory_kv", "memory_values",
+        "retrieval_recency", "virtual_key",
     }  # fmt: skip
 
     chunk_size: int = 63
@@ -67,6 +77,8 @@ class DRTConfig(LayeredConfig):
     num_encoder_layers: int = 2
     chunk_summary: Literal["landmark", "mean"] = "landmark"
     memory_kv: Literal["shared", "group", "layer"] = "shared"
+    memory_values: Literal["same", "next"] = "same"
+    gca_start: Literal["drawn", "lookup"] = "drawn"
     softmax_off_by_one: bool = True
     virtual_key: Literal["zero", "window"] = "zero"
     retrieval_projections: bool = True
@@ -99,6 +111,10 @@ class DRTConfig(LayeredConfig):
     def kv_per_chunk(self) -> int:
         """Sets of keys and values that a memory keeps of a chunk."""
         return 1 if self.memory_kv == "shared" else self.num_retrieval_groups * self.kv_per_group
+
+    def set_of(self, layer: int) -> int:
+        """The set of a chunk's keys and values that an upper layer reads."""
+        return {"shared": 0, "group": layer // self.layers_per_group, "layer": layer}[self.memory_kv]
 
     @property
     def first_readers(self) -> list[int]:
@@ -155,6 +171,12 @@ class DRTConfig(LayeredConfig):
             "window_position",
             self.window_position,
             "'rope' with virtual_key 'window', or virtual_key 'zero'",
+        )
+        expect(
+            self.gca_start == "drawn" or self.virtual_key == "zero",
+            "gca_start",
+            self.gca_start,
+            "'drawn' with virtual_key 'window', which has no queries of its own, or virtual_key 'zero'",
         )
         expect(
             self.landmarks_as_keys or self.sliding_window != 1,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -77,6 +78,8 @@ class ChunkEncoder(nn.Module):
         rows = self.input_norm(grid.encoder_rows(positions)).unflatten(1, (-1, config.chunk_size + 1))
         tokens, summary, lengths = encode_chunks(config, self.layers, self.output_norm, rows, grid, keeps_kv)
         k, v = self.kv_proj(tokens).unflatten(-1, (-1, config.head_dim)).chunk(2, dim=-2)
+        if config.memory_values == "next":  # of tokens that do not exist all is 0, so of the last one too
+            v = F.pad(v[:, :, 1:], (0, 0, 0, 0, 0, 1))
         return MemoryEntries(k, v, self.landmark_vectors(summary), lengths)
 
     def landmark_vectors(self, summary: Tensor) -> Tensor:
@@ -236,6 +239,25 @@ class DRTForCausalLM(RetrievingForCausalLM):
                 # both sides start in one space: a chunk first finds what looks like itself
                 if self.config.retrieval_normalization and self.config.retrieval_projections:
                     init.copy_(retriever.q_proj.weight, self.encoder.landmark_proj.weight)
+            if self.config.gca_start == "lookup":
+                self._start_as_lookup()
+
+    def _start_as_lookup(self) -> None:
+        """Let q . k be how alike two states are, and what is read be what the values were made of."""
+        config, weight = self.config, self.encoder.kv_proj.weight
+        J, D, E = config.num_key_value_heads, config.head_dim, config.hidden_size
+        heads, drawn = config.num_attention_heads // J, torch.empty_like(weight)
+        keys, values = (part.unflatten(0, (-1, J * D)) for part in drawn.chunk(2))  # [sets, J * D, E]
+        keys.normal_(std=E**-0.5)
+        for rows in values:
+            nn.init.orthogonal_(rows)
+        init.copy_(weight, drawn)
+        layer: Any
+        for number, layer in enumerate(self.upper_layers):
+            k, v = (part[config.set_of(number)].unflatten(0, (J, D)) for part in (keys, values))
+            q, o = (part.repeat_interleave(heads, 0).flatten(0, 1) for part in (k, v / heads))
+            init.copy_(layer.gca_q_proj.weight, q)
+            init.copy_(layer.gca_o_proj.weight, o.T)
 
     def _given(self, neighbours: Tensor | None, scores: Tensor | None, has_cache: bool) -> Given | None:
         if self.config.retriever == "random":  # whatever is read
@@ -355,7 +377,7 @@ class DRTForCausalLM(RetrievingForCausalLM):
         return self.encoder.kv_proj, self.config.kv_per_chunk
 
     def fitted_memory(self) -> FittedMemory | None:
-        if not self.config.reads_beside_window:
+        if not self.config.reads_beside_window or self.config.memory_values == "next":
             return None
         layers: list[Any] = list(self.upper_layers)
         closing, encoder, config = [layer.gca_o_proj for layer in layers], self.encoder, self.config
