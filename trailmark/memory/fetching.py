@@ -52,9 +52,10 @@ def fetch_once(parts: list[Located], chunks: Integers) -> tuple[Tensor | None, I
     records: list[Tensor] = []
     count = 0
     for part in parts:
+        # all in this memory, each once: in order, and not copied again
+        if len(part.numbers) == len(chunks) == len(set(part.numbers.tolist())):
+            return part.source.gather(torch.from_numpy(part.numbers)), part.lengths, len(chunks)
         distinct, number = np.unique(part.numbers, return_inverse=True)
-        if len(distinct) == len(chunks):  # all in this memory, each once: in order, and not copied again
-            return part.source.gather(torch.from_numpy(part.numbers)), part.lengths, len(distinct)
         records.append(part.source.gather(torch.from_numpy(distinct)))
         which[part.places] = count + number
         lengths[part.places] = part.lengths

@@ -125,6 +125,21 @@ def test_one_query_that_turns_is_landmark_attention_over_turned_keys(
     torch.testing.assert_close(lse, exact_lse, rtol=0, atol=1e-12)
 
 
+@given(chunks=st.integers(0, 3), tail=st.integers(1, 4), room=st.integers(0, 11), seed=st.integers(0, 2**31))
+def test_one_query_in_bfloat16_is_computed_in_float32_to_the_last_bit(
+    chunks: int, tail: int, room: int, seed: int
+) -> None:
+    S, n = 4, chunks * 5 + tail
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(2, 1, 4, 6, generator=generator).bfloat16()
+    keys, values = torch.randn(2, 2, 2, n + room, 6, generator=generator).bfloat16()
+    turns = torch.polar(torch.ones(chunks + 1, 1, 3), torch.randn(chunks + 1, 1, 3, generator=generator))
+    ours, lse = landmark_attention_of_one(q, keys, values, turns, S, n)
+    wide, wide_lse = landmark_attention_of_one(*(x.float() for x in (q, keys, values)), turns, S, n)
+    assert torch.equal(ours, wide.bfloat16())
+    assert torch.equal(lse, wide_lse)
+
+
 def test_log_sum_exp_of_nothing_and_of_large_numbers() -> None:
     x = torch.tensor([[-torch.inf, -torch.inf], [1e4, 1e4], [-1e4, -torch.inf]], dtype=torch.float64)
     torch.testing.assert_close(log_sum_exp(x, 1)[:, 0], x.logsumexp(1))

@@ -166,7 +166,7 @@ class CellStep:
     def _back(self) -> Tensor:
         """[C + 1, 1, D / 2] complex: queries turn back by the beginning of each of the cell's chunks."""
         L = self.config.chunk_size + 1
-        return torch.view_as_complex(self._table[: self.width : L].contiguous()).conj()[:, None]
+        return torch.view_as_complex(self._table[: self.width : L].contiguous()).conj_physical()[:, None]
 
     # --- the end -------------------------------------------------------------------------------------------
 

@@ -431,17 +431,23 @@ class LandmarkMemory:
 
     def _turn_back(self, chosen: Tensor, dtype: torch.dtype) -> Tensor:
         """How far queries turn for each chunk that they attend to, [B, N, Hs, k, D / 2, 2]."""
-        config, k = self.config, chosen.shape[-1]
-        shape = (-1, 1, 1, 1)
-        if config.memory_position == "true":
-            last = torch.from_numpy(self.last.reshape(shape)).to(chosen.device)
+        if self.config.memory_position == "true":
+            last = torch.from_numpy(self.last.reshape(-1, 1, 1, 1)).to(chosen.device)
             return self._turns((last - chosen).clamp(min=0), dtype)
-        # the chunks of a row are packed: the latest to the right, the others to the left, a place between them
-        most = np.minimum(self.kept, k)
-        room = (most + 1).reshape(shape) - np.arange(k)  # [B, 1, 1, k]
-        first = torch.from_numpy((self.last - most).reshape(shape)).to(chosen.device)  # of the latest
-        back = torch.from_numpy(room).to(chosen.device) - (chosen >= first).long()
-        return self._few_turns(dtype)[back.clamp_(min=0)]
+        room, first = self._packed
+        return self._few_turns(dtype)[(room - (chosen >= first).long()).clamp_(min=0)]
+
+    @cached_property
+    def _packed(self) -> tuple[Tensor, Tensor]:
+        """How many chunks back each that a row reads would stand, were all old [B, 1, 1, k]; its first latest one.
+
+        They are packed: the latest to the right, the others to the left, a place between them.
+        """
+        k = self.config.num_retrieved_chunks
+        most = np.minimum(self.kept, k).reshape(-1, 1, 1, 1)
+        arrays = most + 1 - np.arange(k), self.last.reshape(most.shape) - most
+        room, first = (torch.from_numpy(x).to(self.step.device) for x in arrays)
+        return room, first
 
     def _attend_part(
         self, queries: Tensor, chosen: Tensor, turns: Tensor, planes: Integers

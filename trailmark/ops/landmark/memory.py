@@ -81,12 +81,14 @@ def landmark_attention_of_one(
     L, C = chunk_size + 1, len(turns) - 1
     B, J, N, D = keys.shape
     dtype = arithmetic_dtype(q, keys, values)
-    keys = keys.to(dtype) if N % L == 0 else F.pad(keys.to(dtype), (0, 0, 0, -N % L))
-    keys = keys.reshape(B * J, -1, L, D)
-    m = keys.shape[1]
+    if keys.dtype != dtype or N % L:  # a copy holds no more than is looked at
+        keys = keys[:, :, : (C + 1) * L].to(dtype)
+    if keys.shape[2] % L:
+        keys = F.pad(keys, (0, 0, 0, -keys.shape[2] % L))
+    m = keys.shape[2] // L
     pairs = torch.view_as_complex(q.to(dtype).reshape(B * J, 1, -1, D // 2, 2))
-    turned = torch.view_as_real(pairs * F.pad(turns, (0, 0, 0, 0, 0, m - C - 1)))
-    scores = torch.bmm(turned.view(B * J * m, -1, D), keys.view(-1, L, D).mT).mul_(D**-0.5)
+    turned = torch.view_as_real(pairs * (turns if m == C + 1 else F.pad(turns, (0, 0, 0, 0, 0, m - C - 1))))
+    scores = torch.bmm(turned.view(B * J * m, -1, D), keys.reshape(-1, L, D).mT).mul_(D**-0.5)
     scores = scores.view(B * J, m, -1, L)  # each chunk's keys by the query that was turned to it
     far, own = scores[:, :C], scores[:, C, :, : count - C * L]  # [B J, C, g, L] and [B J, g, t]
     # a softmax over the landmarks and the open chunk's tokens, and one inside each chunk whose landmark is among them
