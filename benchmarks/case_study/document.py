@@ -319,13 +319,16 @@ TOKENS: Columns = {
 }
 
 
-def cases_text(found: Record) -> str:
+def cases_text(found: Record, pictures: bool = True) -> str:
     texts = [f"The rule, written before any was seen: {found['rule']}"]
     if len(found["cases"]) < 3:
         texts.append(f"Only {len(found['cases'])} works have such a reference.")
     about = {chapter["file"]: chapter for chapter in found["chapters"]}
     for number, case in enumerate(found["cases"], 1):
         texts.append(_case_text(number, case, about[case["file"]]))
+        if pictures:
+            shown = f"The explorer with chunk {case['chunk']} of {case['file']} chosen"
+            texts.append(f"![{shown}](case-study-{number}.png)")
     return "\n\n".join(texts)
 
 
@@ -358,7 +361,6 @@ def _case_text(number: int, case: dict[str, Any], chapter: dict[str, Any]) -> st
             "What each group read: chunk, weight, tokens back (LABEL: the label's chunk; name: it has the name too):",
             _block("\n".join(lines)),
             table(TOKENS, case["tokens"]),
-            f"![The explorer with chunk {case['chunk']} of {case['file']} chosen](case-study-{number}.png)",
         ]
     )
 
@@ -396,7 +398,20 @@ TEXTS: dict[str, Callable[[Record], str]] = {
 }
 
 
-def texts(found: Record | None = None) -> Mapping[str, Callable[[], str]]:
-    """Of each mark of docs/case-study.md what makes its text, of a record; None: the one that is kept."""
+OF_A_BASE: dict[str, Callable[[Record], str]] = {
+    "found": found_text,
+    "candidates": candidates_text,
+    "gains": gains_text,
+    "seen": seen_text,
+    "cases": partial(cases_text, pictures=False),
+    "machine": machine_text,
+}
+"""What is told of a pretrained model too."""
+
+
+def texts(found: Record | None = None, of_a_base: Record | None = None) -> Mapping[str, Callable[[], str]]:
+    """Of each mark of docs/case-study.md what makes its text, of two records; None: the one that is kept."""
     known = record("case_study") if found is None else found
-    return {name: partial(make, known) for name, make in TEXTS.items()}
+    base = record("case_study_pretrained") if of_a_base is None else of_a_base
+    own = {name: partial(make, known) for name, make in TEXTS.items()}
+    return own | {f"pretrained {name}": partial(make, base) for name, make in OF_A_BASE.items() if base}

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import yaml
 from common import ROOT, data_folder
+from pretrained_models import subject as pretrained_subject
 from tables import fill
 from training_text import prepared, trained_tokenizer
 
@@ -71,7 +72,9 @@ class CaseStudy:
 
     def prepare(self) -> None:
         texts = data_folder("math")
-        tokenizer = trained_tokenizer(files_below(texts / "train"), VOCABULARY, self.folder / "tokenizer")
+        tokenizer = self.arguments.model or trained_tokenizer(
+            files_below(texts / "train"), VOCABULARY, self.folder / "tokenizer"
+        )
         for split in ("train", "valid"):
             prepared(texts / split, self.folder / split, tokenizer)
 
@@ -165,7 +168,9 @@ class CaseStudy:
 
     def _chapters(self) -> tuple[Subject, TraceHeader, dict[str, Chapter]]:
         """The model, and of each chapter what it is, its references and its trace."""
-        subject, header, chapters = load(self.model), None, {}
+        # a pretrained one is large: it computes in bfloat16 where that is multiplied, as in the other benchmarks of it
+        read = load if self.arguments.model is None else pretrained_subject
+        subject, header, chapters = read(self.model), None, {}
         statistics = self._statistics(subject)
         for file in files_below(data_folder("math") / "test"):
             header, chunks = self._traced(subject, file)
