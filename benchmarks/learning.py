@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import ROOT, keep, parameters
+from common import keep
 from learning_labels import keys, names, popular_scores, scores
 from learning_models import LENGTH, STEPS, WAYS, WINDOW, fitted, learn, trained
 from pretrained_models import (
@@ -43,7 +43,6 @@ from pretrained_models import (
     totals,
     weights_of,
 )  # fmt: skip
-from training_text import train as train_run
 
 from trailmark.data.corpus import load_tokenizer, read_text
 from trailmark.data.neighbours.bm25 import best_chunks
@@ -57,7 +56,6 @@ from trailmark.training.config import load_run_config
 
 OUTPUT = Path(__file__).with_suffix(".json")
 RULES = ("random", "BM25", "popular")
-SMALL, SMALL_STEPS = "configs/laptop-drt-math.yaml", (250, 500, 1000)
 
 
 def train(options: argparse.Namespace) -> None:
@@ -175,36 +173,20 @@ def nats_rows(kind: str, own: Mapping[int, Mapping[str, Totals]]) -> list[dict[s
 def diagnose(options: argparse.Namespace) -> None:
     """``trailmark evaluate --suite retrieval`` of the first seed's model on held-out chapters, before and after."""
     (seed, *_), found = options.seeds, {}
-    text = _held_out(converted(FOLDER, "sliding_window"))
+    text = held_out(converted(FOLDER, "sliding_window"))
     for name, folder in (("before", fitted(options.begin, seed)), ("learned", trained(options.begin, seed))):
-        found[name] = _diagnosed(folder, f"{folder.name}-diagnosis", LENGTH, options.texts, text)
+        found[name] = diagnosed(folder, f"{folder.name}-diagnosis", LENGTH, options.texts, text)
     about = {"seed": seed, "length": LENGTH, "texts": options.texts}
     keep(options.output, f"diagnosis, {options.begin}", about | found)
 
 
-def from_nothing(options: argparse.Namespace) -> None:
-    """The same of the case study's small model, which learns from nothing, as its training goes on."""
-    (seed, *_) = options.seeds
-    folder = FOLDER / f"from-nothing-{seed}"
-    config = load_run_config(ROOT / SMALL, [
-        f"output={folder}", f"training.seed={seed}", f"training.steps={SMALL_STEPS[-1]}",
-        f"training.save_steps={SMALL_STEPS[0]}", f"training.keep_checkpoints={SMALL_STEPS[-1] // SMALL_STEPS[0]}",
-    ])  # fmt: skip
-    train_run(config)
-    text, length, rows = _held_out(Path(config.data.tokenizer)), config.training.context_length, []
-    for step in SMALL_STEPS:
-        checkpoint = folder / "checkpoints" / f"step-{step:08d}"
-        own = _diagnosed(checkpoint, f"{folder.name}-{step}-diagnosis", length, options.texts, text)
-        rows.append({"step": step, "tokens": step * config.training.tokens_per_step} | own)
-    about = {"seed": seed, "length": length, "texts": options.texts, "parameters": parameters(opened(folder))}
-    keep(options.output, "diagnosis from nothing", about | {"rows": rows})
-
-
-def _held_out(tokenizer: Path) -> Documents:
+def held_out(tokenizer: Path) -> Documents:
+    """The chapters that no training saw."""
     return Documents.of([read_text(file) for file in chapters()], load_tokenizer(str(tokenizer)))
 
 
-def _diagnosed(folder: Path, name: str, length: int, texts: int, text: Documents) -> dict[str, Any]:
+def diagnosed(folder: Path, name: str, length: int, texts: int, text: Documents) -> dict[str, Any]:
+    """What the retrieval suite finds of a model in so many stretches of a length, kept in a folder of that name."""
     progress, asked = Progress(), subject(folder)
     record = Record(FOLDER / name, "retrieval", asked.identity())
     settings = RetrievalSettings(lengths=(length,), texts=texts)
@@ -215,7 +197,6 @@ def _diagnosed(folder: Path, name: str, length: int, texts: int, text: Documents
 
 PARTS = {
     "train": train, "measure": measure, "scores": scores, "names": names, "diagnose": diagnose, "keys": keys,
-    "from_nothing": from_nothing,
 }  # fmt: skip
 
 

@@ -163,7 +163,7 @@ def _told(table: Integers) -> AbstractContextManager[Any]:
 
 
 @torch.no_grad()
-def _last(texts: Sequence[Text], rules: Sequence[str], model: Any, number: int) -> Any:
+def last_tokens(texts: Sequence[Text], rules: Sequence[str], model: Any, number: int) -> Any:
     """[1 + rules, COUNTED] nats of a text's last tokens: with its own choice, and with that of each rule."""
     ids, config = texts[number].ids.astype(np.int64), model.config
     S = getattr(config, "chunk_size", 1)
@@ -226,7 +226,7 @@ class Measured:
         """[texts, 1 + rules] nats of a token after ``length`` tokens of each text."""
         texts = [text._replace(ids=text.ids[-length:]) for text in self.stretches[kind]]
         known = f"{name}, {weights_of(folder)[:12]}, {', '.join(rules)}"
-        own = self.losses.of(known, partial(opened, folder), texts, partial(_last, texts, rules))
+        own = self.losses.of(known, partial(opened, folder), texts, partial(last_tokens, texts, rules))
         return np.array(own).mean(-1)
 
 
@@ -248,7 +248,7 @@ def measure(options: argparse.Namespace) -> None:
                 cases = [name, *(f"{name}, {rule}" for rule in compared.rules)]
                 found |= dict(zip(cases, np.moveaxis(np.array(own), -1, 0), strict=True))
             rows += [_row(kind, length, case, found) for case in found]
-            gains.append({name: _below(found["window"], found[name]) for name in COMPARED})
+            gains.append({name: below(found["window"], found[name]) for name in COMPARED})
         for name in COMPARED:
             grown = gains[-1][name] - gains[0][name]
             rows.append({"kind": kind, "case": name, "texts": len(grown)} | interval("grown", grown))
@@ -307,11 +307,11 @@ def _row(kind: str, length: int, case: str, found: Mapping[str, Any]) -> dict[st
     row["by_seed"] = own.mean(1).tolist()
     for other in ("window", "window and layers", f"{name}, random", f"{name}, BM25"):
         if other != case and other in found:
-            row |= interval(f"below {other.removeprefix(f'{name}, ')}", _below(found[other], own))
+            row |= interval(f"below {other.removeprefix(f'{name}, ')}", below(found[other], own))
     return row
 
 
-def _below(other: Any, own: Any) -> Any:
+def below(other: Any, own: Any) -> Any:
     """How far a case [seeds, texts] lies below another, of each text: of the mean of each one's seeds."""
     return other.mean(0) - own.mean(0)
 

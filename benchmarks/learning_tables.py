@@ -400,37 +400,95 @@ _READER = {  # what says whether a model makes anything of chunks
 }
 
 
+_SMALL = {  # the rows of learning_small.py
+    "DRT": "DRT, as published",
+    "lookup": "DRT that begins as a lookup",
+    "lookup, random": "the same, always random chunks",
+    "window": "window alone",
+    "window, layers": "window, more layers",
+    "full attention": "full attention",
+}
+_TOLD = {"told random": "told random chunks", "told BM25": "told BM25's choice"}
+
+
 def from_nothing_text() -> str:
-    """What a small model that learns from nothing makes of chunks, as its training goes on."""
-    known = record("learning").get("diagnosis from nothing")
-    if known is None:
-        return ""
-    found = known["results"]
-    columns: Columns = {"steps": "{step:,}", "tokens": "{tokens:,}", "nats": "{nats:.3f}"}
+    """What small models that learn from nothing make of chunks, as their training goes on."""
+    columns: Columns = {"model": "{model}", "steps": "{step:,}", "nats": "{nats:.3f}"}
     columns |= {f"less with {name}": f"{{{name}}}" for name in _READER}
     columns |= {"that span, nats": "{span:.3f}", "its source read": "{source_read:.2f}"}
     of_scores: Columns = {
+        "model": "{model}",
         "steps": "{step:,}",
         "popular": "{popular}",
         **_OF_SCORES,
         "halves agree, with noise": "{noisy_gradient_halves}",
         "ever read, with noise": "{noisy_ever_read}",
     }
-    rows = []
-    for row in found["rows"]:
-        cases = {case["chunks"]: case for case in row["cases"]}
-        less = {name: _less(cases[case]) for name, case in _READER.items()}
-        own = {
-            "nats": cases["own"]["nats"],
-            "span": cases["copy, none"]["nats"],
-            "source_read": cases["copy, own"]["source_read"],
-        }
-        rows.append(row | _of_groups(row) | less | own)
+    rows, known = [], record("learning_small")
+    parts = {name: known[f"diagnosis, {name}"] for name in _SMALL if f"diagnosis, {name}" in known}
+    for name, part in parts.items():
+        for row in part["results"]["rows"]:
+            cases = {case["chunks"]: case for case in row["cases"]}
+            less = {case: _less(cases[of]) for case, of in _READER.items()}
+            own = {
+                "model": _SMALL[name],
+                "nats": cases["own"]["nats"],
+                "span": cases["copy, none"]["nats"],
+                "source_read": cases["copy, own"]["source_read"],
+            }
+            rows.append(row | _of_groups(row) | less | own)
+    found = next(iter(parts.values()))["results"]
     return on_machine(
-        f"{found['texts']} stretches of {found['length']:,} tokens of the held-out chapters, a model of "
-        f"{found['parameters']:,} parameters, seed {found['seed']}; less than without chunks, in nats, with 95% "
-        f"intervals over stretches; of scores and gradients each group's.\n\n{table(columns, rows)}\n\n"
+        f"{found['texts']} stretches of {found['length']:,} tokens of the held-out chapters, models of "
+        f"{found['parameters']:,} parameters, seed {found['seed']}, steps of "
+        f"{found['rows'][0]['tokens'] // found['rows'][0]['step']:,} tokens; less than without chunks, in nats, with "
+        f"95% intervals over stretches; of scores and gradients each group's.\n\n{table(columns, rows)}\n\n"
         f"{table(of_scores, rows)}",
+        *(part["environment"] for part in parts.values()),
+    )
+
+
+def small_text() -> str:
+    """What small models that learned from nothing lose, beside each other."""
+    known = record("learning_small").get("losses")
+    if known is None:
+        return ""
+    found = known["results"]
+
+    def called(case: str) -> str:
+        name, told = next(
+            (name, case[len(name) :])
+            for name in sorted(_SMALL, key=len, reverse=True)
+            if case.startswith(name)
+        )
+        return ", ".join([_SMALL[name], *([_TOLD[told.removeprefix(", ")]] if told else [])])
+
+    blocks = []
+    for most in sorted({row["of"] for row in found["rows"]}):
+        rows = [row | {"model": called(row["case"])} for row in found["rows"] if row["of"] == most]
+        columns: Columns = {
+            "tokens": lambda row: f"{row['factor'] * found['length']:,}",
+            "model": "{model}",
+            "nats": "{nats:.3f}",
+            "below window": between("below window"),
+            "below window, more layers": between("below window, layers"),
+            "below the DRT as published": between("below DRT"),
+            "below always random": between("below lookup, random"),
+            "below itself, told random": between("below told random"),
+            "below itself, told BM25": between("below told BM25"),
+        }
+        blocks.append(
+            f"{rows[0]['texts']} stretches of {most * found['length']:,} tokens:\n\n{table(columns, rows)}"
+        )
+    sizes: Columns = {"model": "{model}", "parameters": "{parameters:,}", "seeds": "{seeds}"}
+    models = [
+        {"model": _SMALL[name], "parameters": own["parameters"], "seeds": ", ".join(map(str, own["seeds"]))}
+        for name, own in found["models"].items()
+    ]
+    return on_machine(
+        f"The last {found['counted']:,} tokens of held-out stretches, after more and more of their text, in nats, with "
+        f"95% intervals over stretches; trained for {found['steps']:,} steps, {found['tokens']:,} tokens.\n\n"
+        + "\n\n".join([*blocks, table(sizes, models)]),
         known["environment"],
     )
 

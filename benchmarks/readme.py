@@ -413,6 +413,7 @@ DOCUMENTS: dict[str, Mapping[str, Callable[[], str]]] = {
         "diagnosis": learning_tables.diagnosis_text,
         "ways": learning_tables.ways_text,
         "from nothing": learning_tables.from_nothing_text,
+        "small": learning_tables.small_text,
     },
     "docs/pretrained.md": {
         "start": pretrained_tables.start_text,

@@ -1,4 +1,4 @@
-"""What benchmarks/learning_labels.py says of scores, and what learning_lengths.py reads, on tiny models."""
+"""What benchmarks/learning_labels.py says of scores, what learning_lengths.py reads, learning_small.py's rows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests import benchmark_scripts
 from tests.models.tiny import drt, logits_of, window_model
+from trailmark.byte_tokenizer import ByteTokenizer
 from trailmark.data.neighbours.bm25 import best_chunks
 from trailmark.evaluation.retrieval.run import choices_of, losses_of
+from trailmark.models.fields import build_config
 from trailmark.ops import score_chunks
 
 labels = benchmark_scripts.modules("learning_labels")
 lengths = benchmark_scripts.modules("learning_lengths")
+small = benchmark_scripts.modules("learning_small")
 references = benchmark_scripts.modules("case_study.references")
 SIZES = {"num_retrieval_groups": 1, "retrieval_recency": 1.0, "exclude_visible_chunks": True}
 
@@ -143,3 +147,38 @@ def test_each_model_has_the_seeds_that_were_trained(lengths: ModuleType, tmp_pat
     assert compared.trained(tmp_path, (0, 1, 2)) == {tmp_path / "deepened-0": 0, tmp_path / "deepened-2": 2}
     alike = lengths.Compared(lambda folder, seed: folder / "deepened-0")
     assert alike.trained(tmp_path, (2, 0)) == {tmp_path / "deepened-0": 2}
+
+
+def test_small_models_that_are_compared_are_alike_but_for_what_is_compared(
+    small: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(small, "FOLDER", tmp_path)
+    runs = {row: small.config_of(row, 1) for row in small.ROWS}
+    assert len({run.output for run in runs.values()}) == len(runs)
+    counts = {}
+    for row, run in runs.items():
+        assert (run.data, run.training) == (runs["DRT"].data, runs["DRT"].training)
+        assert run.training.seed == 1
+        architecture = dict(run.model)
+        config = build_config(architecture, {"vocab_size": 4096})
+        with torch.device("meta"):
+            counts[row] = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    assert counts["DRT"] == counts["lookup"] == counts["lookup, random"]
+    assert abs(counts["window, layers"] / counts["DRT"] - 1) < 0.05
+    assert counts["window"] == counts["full attention"] < counts["DRT"]
+
+
+def test_small_stretches_share_nothing_and_join_the_chapters_of_a_work(
+    small: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files = [tmp_path / name for name in ("a_one.tex", "a_two.tex", "b_three.tex")]
+    for number, file in enumerate(files):
+        file.write_text("xyz"[number] * 250)
+    monkeypatch.setattr(small, "chapters", lambda: files)
+    alone, joined = (list(small.stretches(ByteTokenizer(), 100, join)) for join in (False, True))
+    assert [len(text.ids) for text in alone] == [100] * 6
+    assert [len(text.ids) for text in joined] == [100] * 7  # 500 bytes of one work, 250 of the other
+    assert [len(set(text.ids.tolist())) for text in alone] == [1] * 6
+    middle = joined[2].ids.tolist()  # where one chapter ends and the next begins
+    assert len(set(middle[:50])) == len(set(middle[50:])) == 1
+    assert middle[0] != middle[-1]

@@ -398,7 +398,7 @@ TEXTS: dict[str, Callable[[Record], str]] = {
 }
 
 
-OF_A_BASE: dict[str, Callable[[Record], str]] = {
+OF_OTHERS: dict[str, Callable[[Record], str]] = {
     "found": found_text,
     "candidates": candidates_text,
     "gains": gains_text,
@@ -406,12 +406,17 @@ OF_A_BASE: dict[str, Callable[[Record], str]] = {
     "cases": partial(cases_text, pictures=False),
     "machine": machine_text,
 }
-"""What is told of a pretrained model too."""
+"""What is told of other models in the same chapters."""
+OTHERS = {"pretrained": "case_study_pretrained", "lookup": "case_study_lookup"}
+"""How their marks begin, and which file has their numbers."""
 
 
-def texts(found: Record | None = None, of_a_base: Record | None = None) -> Mapping[str, Callable[[], str]]:
-    """Of each mark of docs/case-study.md what makes its text, of two records; None: the one that is kept."""
-    known = record("case_study") if found is None else found
-    base = record("case_study_pretrained") if of_a_base is None else of_a_base
-    own = {name: partial(make, known) for name, make in TEXTS.items()}
-    return own | {f"pretrained {name}": partial(make, base) for name, make in OF_A_BASE.items() if base}
+def texts(found: Record | None = None) -> Mapping[str, Callable[[], str]]:
+    """Of each mark of docs/case-study.md what makes its text; ``found``: of the first model (None: the kept one)."""
+    own = {
+        name: partial(make, record("case_study") if found is None else found) for name, make in TEXTS.items()
+    }
+    for other, file in OTHERS.items():
+        if known := record(file):
+            own |= {f"{other} {name}": partial(make, known) for name, make in OF_OTHERS.items()}
+    return own
