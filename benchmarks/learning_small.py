@@ -4,8 +4,9 @@
     TRAILMARK_DATA=... python benchmarks/learning_small.py [train diagnose measure] [--rows DRT lookup ...] [--seeds 0]
 
 Writes benchmarks/learning_small.json. The case study's model (configs/laptop-drt-math.yaml) and others learn from the
-same tokens of LaTeX in as many steps: "DRT" as published, "lookup" with values of what came next and a GCA that begins
-as a lookup, "lookup, random" the same with chunks drawn at random in training and after it, and without a memory
+same tokens of LaTeX in as many steps: "DRT" as published, "DRT, residual" with what is read in the residual stream,
+"lookup" with that, values of what came next and a GCA that begins as a lookup, "lookup, no noise" without noise in the
+choice of training, "lookup, random" with chunks drawn at random in training and after it, and without a memory
 "window", "window, layers" (as many parameters as the DRT, within 5%) and "full attention". diagnose: the suite of
 `trailmark evaluate --suite retrieval` as the training of the DRTs goes on. measure: the last tokens of held-out
 stretches after 1, 4 and 16 training lengths, the same tokens for all; a DRT also with random chunks and with BM25's in
@@ -41,7 +42,9 @@ STEPS = (250, 500, 1000)  # at which a DRT is diagnosed; trained for the last
 LOOKUP = ("model.memory_values=next", "model.gca_start=lookup", "model.residual_gca=true")
 DRTS = {
     "DRT": (),
+    "DRT, residual": LOOKUP[-1:],
     "lookup": LOOKUP,
+    "lookup, no noise": (*LOOKUP, "model.retrieval_noise=false"),
     "lookup, random": (*LOOKUP, "model.retriever=random"),
 }
 PLAIN = {
@@ -160,9 +163,12 @@ def _row(most: int, factor: int, case: str, found: Mapping[str, Any]) -> dict[st
     own = found[case]
     row = {"of": most, "factor": factor, "case": case, "texts": own.shape[1], "nats": float(own.mean())}
     row["by_seed"] = own.mean(1).tolist()
-    for other in (*OTHERS, *(f"{case}, told {rule}" for rule in RULES.get(case, ()))):
+    others = {other: other for other in OTHERS} | {
+        f"{case}, told {rule}": f"told {rule}" for rule in RULES.get(case, ())
+    }
+    for other, called in others.items():
         if other != case and other in found:
-            row |= interval(f"below {other.removeprefix(f'{case}, ')}", below(found[other], own))
+            row |= interval(f"below {called}", below(found[other], own))
     return row
 
 

@@ -377,7 +377,8 @@ def _block(text: str) -> str:
 
 
 def machine_text(found: Record) -> str:
-    return f"Measured on {machine(found['environment'], ('trailmark', 'torch'))}."
+    computed = found["model"]["dtype"]
+    return f"Measured in {computed} on {machine(found['environment'], ('trailmark', 'torch'))}."
 
 
 TEXTS: dict[str, Callable[[Record], str]] = {

@@ -62,7 +62,9 @@ class CaseStudy:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.folder, self.output = arguments, arguments.folder, arguments.output
         self.model: Path = arguments.model or self.folder / "model"
-        self.traces: Path = self.folder / "traces"
+        self.traces: Path = self.folder / (
+            "traces" if arguments.model is None else f"traces-{arguments.model.name}"
+        )
 
     def run(self, steps: Sequence[str]) -> None:
         for step in steps:
@@ -312,7 +314,7 @@ def main() -> None:
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes of the configuration"
     )
-    parser.add_argument("--model", type=Path, help="measure this one, as it is: a checkpoint, say")
+    parser.add_argument("--model", type=Path, help="measure this one; in bfloat16 where it is multiplied")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="the JSON file")
     arguments = parser.parse_args()
     if unknown := set(arguments.steps) - set(steps):

@@ -117,7 +117,9 @@ def fitting(options: dict[str, Any]) -> dict[str, Any]:
     if options["sliding_window"] is None:
         options |= {"num_sinks": 0}
     if options.get("virtual_key") == "window":
-        options |= {"softmax_off_by_one": True, "window_position": "rope"}
+        options |= {"softmax_off_by_one": True, "window_position": "rope", "memory_values": "same"}
+    if options.get("chunk_size") == 1 and "memory_values" in options:
+        options |= {"memory_values": "same"}
     if options["window_position"] == "alibi" or not options["num_sinks"]:
         options |= {"max_sink_distance": None}
     if options["sliding_window"] == 1 and "landmarks_as_keys" in options:

@@ -145,6 +145,8 @@ def test_an_index_that_leads_out_of_the_folder(base: Path) -> None:
         ("drt", "slidng_window=64", "Did you mean 'sliding_window'"),
         ("drt", "num_retrieval_groups=3", "num_retrieval_groups: expected a divisor of the 2 upper layers"),
         ("drt", "num_lower_layers=4", "num_lower_layers: expected 0 to 3"),
+        ("drt", "memory_values=next", "memory_values: expected 'same' with virtual_key 'window'"),
+        ("drt", "gca_start=lookup", "gca_start: expected 'drawn' with virtual_key 'window'"),
         ("hsa", "num_memory_heads=1", "num_memory_heads: expected 2, as many as this llama"),
         ("hsa", "chunk_summary=landmark", "chunk_summary: expected 'mean', got 'landmark'"),
         ("landmark", "mlp=gelu", "expected mlp 'swiglu'"),

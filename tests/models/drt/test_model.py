@@ -18,6 +18,7 @@ from tests.models.tiny import DRT_VARIANTS, EXACT, assert_same, drt, drt_config,
 from trailmark.memory import ChunkCache
 from trailmark.models import DRTForCausalLM, TrailmarkForCausalLM, causal_lm, layers
 from trailmark.models.drt import model as drt_model
+from trailmark.models.grid import lay_out
 from trailmark.ops import ChunkSelection, ReadAgain
 
 S = 4
@@ -276,23 +277,49 @@ def test_a_lookup_finds_what_is_like_it_and_says_what_it_was_made_of(memory_kv: 
     assert len({layer.gca_q_proj.weight.sum().item() for layer in model.upper_layers}) == config.kv_per_chunk
 
 
-def test_a_lookup_of_what_came_next_copies_before_any_training() -> None:
-    """Of tokens that follow what stood far before: they cost much less than others, and only with both fields."""
+def test_a_lookup_makes_what_came_next_likelier_before_any_training() -> None:
+    """Of tokens that follow what stood far before, beside the model without retrieval; less so with a field less."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(1, 500, (8, 64), generator=generator)
     ids = torch.cat([drawn, torch.randint(1, 500, (8, 64), generator=generator), drawn], 1)
-    costs = {}
-    for start, values in (("lookup", "next"), ("lookup", "same"), ("drawn", "next")):
-        sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 500}
-        fields = {"chunk_size": 16, "num_retrieved_chunks": 20, "sliding_window": 16, "residual_gca": True}
-        config = drt_config(gca_start=start, memory_values=values, initialization="fan_in", **sizes, **fields)
-        torch.manual_seed(0)
-        model = DRTForCausalLM(config).eval()
-        with torch.no_grad():
-            logits = model(ids).logits
-        losses = torch.nn.functional.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")
-        costs[start, values] = float(losses[:, 130:].mean() - losses[:, 32:127].mean())
-    assert costs["lookup", "next"] < -1 < min(costs["lookup", "same"], costs["drawn", "next"]), costs
+    whole = {"gca_start": "lookup", "memory_values": "next", "residual_gca": True}
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 500}
+    sizes |= {"chunk_size": 16, "num_retrieved_chunks": 20, "sliding_window": 16, "initialization": "fan_in"}
+
+    def costs(seed: int, **fields: Any) -> float:
+        torch.manual_seed(seed)
+        model, found = DRTForCausalLM(drt_config(**sizes | fields)).eval(), []
+        for model.config.num_retrieved_chunks in (20, 0):
+            with torch.no_grad():
+                logits = model(ids).logits
+            losses = torch.nn.functional.cross_entropy(logits[:, 130:-1].mT, ids[:, 131:])
+            found.append(float(losses))
+        return found[0] - found[1]
+
+    for seed in range(3):
+        lookup = costs(seed, **whole)
+        less = [
+            costs(seed, **whole | {"gca_start": "drawn"}),
+            costs(seed, **whole | {"memory_values": "same"}),
+            costs(seed, **whole | {"residual_gca": False}),
+        ]
+        assert lookup < min(0, *less), (seed, lookup, less)
+
+
+def test_a_lookup_and_what_came_next_need_queries_and_chunks_of_their_own() -> None:
+    for field, value in (("gca_start", "lookup"), ("memory_values", "next")):
+        with pytest.raises(ValueError, match=f"{field}: expected .* with virtual_key 'window'"):
+            drt_config(window_position="rope", virtual_key="window", **{field: value})
+    with pytest.raises(ValueError, match="chunk_size: expected at least 2 with memory_values 'next'"):
+        drt_config(chunk_size=1, memory_values="next")
+
+
+def test_an_encoder_that_keeps_no_keys_keeps_no_values() -> None:
+    model = drt(memory_values="next")
+    positions = torch.randn(1, 3 * (S + 1), model.config.hidden_size, dtype=torch.float64)
+    found = model.encoder(positions, lay_out(3 * S, S), keeps_kv=False)
+    assert found.k.shape == found.v.shape
+    assert found.k.shape[2] == 0
 
 
 # --- what is retrieved -----------------------------------------------------------------------------------

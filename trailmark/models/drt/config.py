@@ -27,13 +27,13 @@ class DRTConfig(LayeredConfig):
         memory_kv: who reads the same keys and values of a chunk. "shared": all upper layers, as published. "group": the
             layers of a group. "layer": each its own, so a memory is as many times larger. One depth's keys and values
             fit no other depth of a pretrained base.
-        memory_values: what a key's value is of. "same": the key's own token, as published. "next": the token after it
-            in its chunk, so that what a key is like is answered by what came next; the last one's value is 0. The chunk
-            encoder need not learn to look one token on before anything can be copied.
-        gca_start: what GCA does before training. "drawn": nothing in particular, as published. "lookup": queries begin
-            as the keys' projection, and what is read goes out by the transpose of the values': a token finds what is
-            like itself in a chunk. With ``memory_values`` "next" and ``residual_gca`` an untrained model copies what
-            came after.
+        memory_values: what a key's value is of. "same": the key's own token, as published. "next" (ours, after kNN-LM,
+            arXiv 1911.00172): the token after it in its chunk, so that what a key is like is answered by what came
+            next; the last one's value is 0, so a chunk of one token says nothing. Chunks then have 2 tokens at least.
+        gca_start: what GCA does before training. "drawn": nothing in particular, as published. "lookup" (ours): queries
+            begin as the keys' projection, and what is read goes out by the transpose of the values': a token finds what
+            is like itself in a chunk. With ``memory_values`` "next", ``residual_gca`` and ``initialization`` "fan_in"
+            what came next is likelier before any training. Both need ``virtual_key`` "zero".
         softmax_off_by_one: a virtual key of score 0 and value 0 in every chunk (Eq. 3).
         virtual_key: what that key is. "zero": as published. "window" (with RoPE): what the layer's own window gave,
             scored by its log-sum-exp, so that the keys of all chunks that are read stand in one softmax with the
@@ -112,15 +112,15 @@ class DRTConfig(LayeredConfig):
         """Sets of keys and values that a memory keeps of a chunk."""
         return 1 if self.memory_kv == "shared" else self.num_retrieval_groups * self.kv_per_group
 
-    def set_of(self, layer: int) -> int:
-        """The set of a chunk's keys and values that an upper layer reads."""
-        return {"shared": 0, "group": layer // self.layers_per_group, "layer": layer}[self.memory_kv]
+    def kv_set_of_layer(self, upper: int) -> int:
+        """Which of a chunk's sets of keys and values an upper layer reads."""
+        return {"shared": 0, "group": upper // self.layers_per_group, "layer": upper}[self.memory_kv]
 
     @property
     def first_readers(self) -> list[int]:
         """Of each set of keys and values of a chunk, the first layer that reads it."""
-        step = {"shared": self.num_upper_layers, "group": self.layers_per_group, "layer": 1}[self.memory_kv]
-        return list(range(self.num_lower_layers, self.num_hidden_layers, step))
+        sets = [self.kv_set_of_layer(upper) for upper in range(self.num_upper_layers)]
+        return [self.num_lower_layers + sets.index(own) for own in range(self.kv_per_chunk)]
 
     @property
     def reads_beside_window(self) -> bool:
@@ -172,11 +172,22 @@ class DRTConfig(LayeredConfig):
             self.window_position,
             "'rope' with virtual_key 'window', or virtual_key 'zero'",
         )
+        for name, without, why in (
+            ("gca_start", "drawn", "which has no queries of its own"),
+            ("memory_values", "same", "whose values are those of the window's layers"),
+        ):
+            came = getattr(self, name)
+            expect(
+                came == without or self.virtual_key == "zero",
+                name,
+                came,
+                f"{without!r} with virtual_key 'window', {why}, or virtual_key 'zero'",
+            )
         expect(
-            self.gca_start == "drawn" or self.virtual_key == "zero",
-            "gca_start",
-            self.gca_start,
-            "'drawn' with virtual_key 'window', which has no queries of its own, or virtual_key 'zero'",
+            self.memory_values == "same" or self.chunk_size > 1,
+            "chunk_size",
+            self.chunk_size,
+            "at least 2 with memory_values 'next', where a chunk's last value is 0",
         )
         expect(
             self.landmarks_as_keys or self.sliding_window != 1,

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -78,8 +77,10 @@ class ChunkEncoder(nn.Module):
         rows = self.input_norm(grid.encoder_rows(positions)).unflatten(1, (-1, config.chunk_size + 1))
         tokens, summary, lengths = encode_chunks(config, self.layers, self.output_norm, rows, grid, keeps_kv)
         k, v = self.kv_proj(tokens).unflatten(-1, (-1, config.head_dim)).chunk(2, dim=-2)
-        if config.memory_values == "next":  # of tokens that do not exist all is 0, so of the last one too
-            v = F.pad(v[:, :, 1:], (0, 0, 0, 0, 0, 1))
+        if (
+            config.memory_values == "next"
+        ):  # what does not exist is 0: so is what follows a short chunk's last token
+            v = torch.cat([v[:, :, 1:], torch.zeros_like(v[:, :, :1])], 2)
         return MemoryEntries(k, v, self.landmark_vectors(summary), lengths)
 
     def landmark_vectors(self, summary: Tensor) -> Tensor:
@@ -254,7 +255,7 @@ class DRTForCausalLM(RetrievingForCausalLM):
         init.copy_(weight, drawn)
         layer: Any
         for number, layer in enumerate(self.upper_layers):
-            k, v = (part[config.set_of(number)].unflatten(0, (J, D)) for part in (keys, values))
+            k, v = (part[config.kv_set_of_layer(number)].unflatten(0, (J, D)) for part in (keys, values))
             q, o = (part.repeat_interleave(heads, 0).flatten(0, 1) for part in (k, v / heads))
             init.copy_(layer.gca_q_proj.weight, q)
             init.copy_(layer.gca_o_proj.weight, o.T)
@@ -377,7 +378,7 @@ class DRTForCausalLM(RetrievingForCausalLM):
         return self.encoder.kv_proj, self.config.kv_per_chunk
 
     def fitted_memory(self) -> FittedMemory | None:
-        if not self.config.reads_beside_window or self.config.memory_values == "next":
+        if not self.config.reads_beside_window:
             return None
         layers: list[Any] = list(self.upper_layers)
         closing, encoder, config = [layer.gca_o_proj for layer in layers], self.encoder, self.config
