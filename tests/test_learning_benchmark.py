@@ -182,3 +182,17 @@ def test_small_stretches_share_nothing_and_join_the_chapters_of_a_work(
     middle = joined[2].ids.tolist()  # where one chapter ends and the next begins
     assert len(set(middle[:50])) == len(set(middle[50:])) == 1
     assert middle[0] != middle[-1]
+
+
+def test_a_small_row_is_told_below_others_by_their_names(small: ModuleType) -> None:
+    found = {
+        "lookup": np.array([[1.0, 2.0], [3.0, 4.0]]),  # two seeds, two texts
+        "lookup, told random": np.array([[2.0, 3.0], [4.0, 5.0]]),
+        "lookup, random": np.array([[5.0, 6.0]]),
+        "window, layers": np.array([[2.5, 4.5]]),
+    }
+    row = small._row(4, 1, "lookup", found)
+    assert (row["nats"], row["by_seed"], row["texts"]) == (2.5, [1.5, 3.5], 2)
+    told = {name: value for name, value in row.items() if f"{name}_low" in row}
+    assert told == {"below told random": 1.0, "below lookup, random": 3.0, "below window, layers": 1.0}
+    assert "below window, layers" in small._row(4, 1, "lookup, random", found)
