@@ -39,6 +39,8 @@ from pretrained_models import (
     interval,
     named,
     opened,
+    parser_of,
+    run_parts,
     subject,
     totals,
     weights_of,
@@ -50,7 +52,6 @@ from trailmark.evaluation.documents import Documents
 from trailmark.evaluation.record import Record
 from trailmark.evaluation.retrieval.run import choices_of, losses_of, row_of, run
 from trailmark.evaluation.retrieval.suite import RetrievalSettings
-from trailmark.machine import start_again_set_up
 from trailmark.report.console import Progress
 from trailmark.training.config import load_run_config
 
@@ -201,10 +202,7 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all by default")
+    parser = parser_of(__doc__, PARTS, OUTPUT, any_folder=False)
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of {STEP_TOKENS:,} tokens")
     parser.add_argument(
@@ -215,12 +213,7 @@ def main() -> None:
     )
     parser.add_argument("--texts", type=int, default=4, help="that are diagnosed")
     parser.add_argument("--set", nargs="*", default=[], help="keys of the runs, as key=value")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    options = parser.parse_args()
-    start_again_set_up()  # as `trailmark train` does
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for name in options.parts or PARTS:
-        PARTS[name](options)
+    run_parts(PARTS, parser.parse_args())
 
 
 if __name__ == "__main__":

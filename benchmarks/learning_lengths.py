@@ -48,6 +48,7 @@ from pretrained_models import (
     interval,
     opened,
     parser_of,
+    run_parts,
     weights_of,
     window_fields,
 )
@@ -56,7 +57,6 @@ from training_text import train as train_run
 
 from trailmark.data.corpus import load_tokenizer, read_text, standard_library_texts, tokenize
 from trailmark.evaluation.retrieval.run import Integers, choices_of, row_of
-from trailmark.machine import start_again_set_up
 from trailmark.models import SlidingWindowForCausalLM
 from trailmark.models.drt.chunks import MemoryChunks
 from trailmark.report.console import Progress, counted
@@ -342,11 +342,7 @@ def main() -> None:
         help="of what scores chunks, in the part rates; default: that of the other additions",
     )
     parser.add_argument("--set", nargs="*", default=[], help="keys of the training, as key=value")
-    options = parser.parse_args()
-    start_again_set_up()  # as `trailmark train` does
-    options.folder.mkdir(parents=True, exist_ok=True)
-    for name in options.parts or PARTS:
-        PARTS[name](options)
+    run_parts(PARTS, parser.parse_args())
 
 
 if __name__ == "__main__":

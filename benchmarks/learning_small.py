@@ -26,12 +26,21 @@ import numpy as np
 from common import ROOT, keep, parameters
 from learning import diagnosed, held_out
 from learning_lengths import COUNTED, below, last_tokens
-from pretrained_models import FOLDER, Losses, Text, chapters, interval, opened, parser_of, weights_of
+from pretrained_models import (
+    FOLDER,
+    Losses,
+    Text,
+    chapters,
+    interval,
+    opened,
+    parser_of,
+    run_parts,
+    weights_of,
+)
 from training_text import train as train_run
 
 from trailmark.data.corpus import load_tokenizer, read_text, tokenize
 from trailmark.files import write_text
-from trailmark.machine import start_again_set_up
 from trailmark.report.console import Progress
 from trailmark.training.config import RunConfig, load_run_config
 from trailmark.untrusted import read_yaml
@@ -176,15 +185,11 @@ PARTS = {"train": train, "diagnose": diagnose, "measure": measure}
 
 
 def main() -> None:
-    parser = parser_of(__doc__, PARTS, OUTPUT)
+    parser = parser_of(__doc__, PARTS, OUTPUT, any_folder=False)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--seeds", type=int, nargs="+", default=(0,))
     parser.add_argument("--texts", type=int, default=8, help="that are diagnosed")
-    options = parser.parse_args()
-    start_again_set_up()  # as `trailmark train` does
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for name in options.parts or PARTS:
-        PARTS[name](options)
+    run_parts(PARTS, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -99,17 +99,28 @@ def outside(ids: Tokens, window: int) -> Flags:
 # --- parts of a benchmark --------------------------------------------------------------------------------------
 
 
-def parser_of(description: str | None, parts: Iterable[str], output: Path) -> argparse.ArgumentParser:
-    """The options that every benchmark of a pretrained base has."""
+def parser_of(
+    description: str | None, parts: Iterable[str], output: Path, any_folder: bool = True
+) -> argparse.ArgumentParser:
+    """The options that every benchmark of a pretrained base has; ``any_folder``: it need not be FOLDER."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", choices=[*parts, []], help="all of them by default")
-    parser.add_argument(
-        "--folder", type=Path, default=FOLDER, help="models that are made, and what is known of them"
-    )
+    if any_folder:
+        parser.add_argument(
+            "--folder", type=Path, default=FOLDER, help="models that are made, and what is known of them"
+        )
     parser.add_argument("--output", type=Path, default=output)
     return parser
+
+
+def run_parts(parts: Mapping[str, Callable[[argparse.Namespace], None]], options: argparse.Namespace) -> None:
+    """The parts that were asked for, each of which keeps what it finds."""
+    start_again_set_up()  # as the commands do
+    getattr(options, "folder", FOLDER).mkdir(parents=True, exist_ok=True)
+    for name in options.parts or parts:
+        parts[name](options)
 
 
 def measure_parts(

@@ -77,9 +77,8 @@ class ChunkEncoder(nn.Module):
         rows = self.input_norm(grid.encoder_rows(positions)).unflatten(1, (-1, config.chunk_size + 1))
         tokens, summary, lengths = encode_chunks(config, self.layers, self.output_norm, rows, grid, keeps_kv)
         k, v = self.kv_proj(tokens).unflatten(-1, (-1, config.head_dim)).chunk(2, dim=-2)
-        if (
-            config.memory_values == "next"
-        ):  # what does not exist is 0: so is what follows a short chunk's last token
+        if config.memory_values == "next":
+            # what does not exist is 0: so is what follows a short chunk's last token
             v = torch.cat([v[:, :, 1:], torch.zeros_like(v[:, :, :1])], 2)
         return MemoryEntries(k, v, self.landmark_vectors(summary), lengths)
 
