@@ -22,6 +22,7 @@ from trailmark.ops import score_chunks
 labels = benchmark_scripts.modules("learning_labels")
 lengths = benchmark_scripts.modules("learning_lengths")
 small = benchmark_scripts.modules("learning_small")
+kinds = benchmark_scripts.modules("learning_kinds")
 references = benchmark_scripts.modules("case_study.references")
 SIZES = {"num_retrieval_groups": 1, "retrieval_recency": 1.0, "exclude_visible_chunks": True}
 
@@ -149,11 +150,12 @@ def test_each_model_has_the_seeds_that_were_trained(lengths: ModuleType, tmp_pat
     assert alike.trained(tmp_path, (2, 0)) == {tmp_path / "deepened-0": 2}
 
 
+@pytest.mark.parametrize("kind", ["LaTeX", "Python"])
 def test_small_models_that_are_compared_are_alike_but_for_what_is_compared(
-    small: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    small: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
 ) -> None:
     monkeypatch.setattr(small, "FOLDER", tmp_path)
-    runs = {row: small.config_of(row, 1) for row in small.ROWS}
+    runs = {row: small.config_of(row, 1, kind) for row in small.ROWS}
     assert len({run.output for run in runs.values()}) == len(runs)
     counts = {}
     for row, run in runs.items():
@@ -169,19 +171,43 @@ def test_small_models_that_are_compared_are_alike_but_for_what_is_compared(
 
 
 def test_small_stretches_share_nothing_and_join_the_chapters_of_a_work(
-    small: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    small: ModuleType, kinds: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     files = [tmp_path / name for name in ("a_one.tex", "a_two.tex", "b_three.tex")]
     for number, file in enumerate(files):
         file.write_text("xyz"[number] * 250)
-    monkeypatch.setattr(small, "chapters", lambda: files)
-    alone, joined = (list(small.stretches(ByteTokenizer(), 100, join)) for join in (False, True))
+    monkeypatch.setattr(kinds, "chapters", lambda: files)
+    alone, joined = (small.stretches(ByteTokenizer(), 100, join) for join in (False, True))
     assert [len(text.ids) for text in alone] == [100] * 6
     assert [len(text.ids) for text in joined] == [100] * 7  # 500 bytes of one work, 250 of the other
     assert [len(set(text.ids.tolist())) for text in alone] == [1] * 6
     middle = joined[2].ids.tolist()  # where one chapter ends and the next begins
     assert len(set(middle[:50])) == len(set(middle[50:])) == 1
     assert middle[0] != middle[-1]
+
+
+def test_of_many_stretches_some_are_taken_from_begin_to_end(
+    small: ModuleType, kinds: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kinds, "standard_library_texts", lambda split: ["x" * 300, "y" * 700])
+    monkeypatch.setattr(small, "MOST", 3)
+    found = small.stretches(ByteTokenizer(), 100, True, "Python")
+    assert [text.name for text in found] == ["modules from 0", "modules from 400", "modules from 900"]
+
+
+def test_sources_of_a_folder_are_one_text_and_no_test_is_among_them(
+    kinds: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kinds, "_PROJECTS", ("sympy",))  # all would take seconds
+    folder = kinds.KINDS["Python"].splits(tmp_path)["train"]
+    names = {file.stem for file in folder.iterdir()}
+    assert {"standard-library", "sympy.core"} <= names
+    assert not any(part.startswith("test") for name in names for part in name.split("."))
+    assert len(names) == len({name.lower() for name in names})
+    held_out = kinds.held_out_texts("Python")
+    assert not any(
+        text in (folder / "standard-library.txt").read_text() for text in held_out if len(text) > 1000
+    )
 
 
 def test_a_small_row_is_told_below_others_by_their_names(small: ModuleType) -> None:
