@@ -50,10 +50,12 @@ OUTPUT = Path(__file__).with_suffix(".json")
 CONFIG = ROOT / "configs" / "laptop-drt-math.yaml"
 STEPS = (250, 500, 1000)  # at which a DRT is diagnosed; trained for the last
 LOOKUP = ("model.memory_values=next", "model.gca_start=lookup", "model.residual_gca=true")
+NEAR = ("model.chunk_summary=mean", "model.retrieval_query=chunk", "model.retrieval_recency=0.5")
 DRTS = {
     "DRT": (),
     "DRT, residual": LOOKUP[-1:],
     "lookup": LOOKUP,
+    "lookup, near": (*LOOKUP, *NEAR),
     "lookup, no noise": (*LOOKUP, "model.retrieval_noise=false"),
     "lookup, random": (*LOOKUP, "model.retriever=random"),
 }
@@ -63,7 +65,7 @@ PLAIN = {
     "full attention": ("model.sliding_window=null",),
 }
 ROWS = DRTS | PLAIN
-RULES = dict.fromkeys(("DRT", "lookup"), ("random", "BM25"))
+RULES = dict.fromkeys(("DRT", "lookup", "lookup, near"), ("random", "BM25", "recent"))
 FACTORS = (1, 4, 16)  # of the training length
 MOST = 18  # stretches of a length
 LATEX = "LaTeX"

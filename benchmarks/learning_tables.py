@@ -406,6 +406,7 @@ _SMALL = {  # the rows of learning_small.py
     "DRT": "DRT, as published",
     "DRT, residual": "the same, what is read into the residual stream",
     "lookup": "DRT that begins as a lookup",
+    "lookup, near": "the same, near chunks first",
     "lookup, no noise": "the same, trained without noise",
     "lookup, random": "the same, always random chunks",
     "window": "window alone",
@@ -421,6 +422,7 @@ _BELOW = {
     "lookup, random": "always random",
     "told random": "itself, told random",
     "told BM25": "itself, told BM25's",
+    "told recent": "itself, told the most recent",
 }
 
 

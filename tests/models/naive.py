@@ -259,7 +259,10 @@ class NaiveDRT(Naive):
     ) -> dict[int, float]:
         """Of each candidate, at the landmark of chunk n with state h [E]."""
         c, retriever = self.config, model.retrievers[group]
-        query = self.vector(retriever.q_proj(self.norm(retriever.norm, h)))
+        query = retriever.q_proj(self.norm(retriever.norm, h))
+        if c.retrieval_query == "chunk":
+            query = query + retriever.chunk_proj(memory[n][2])
+        query = self.vector(query)
         scale = c.retrieval_scale * c.hidden_size**-0.5
         return {
             m: float(query @ memory[m][2]) * scale - c.retrieval_recency * math.log(len(candidates) - place)

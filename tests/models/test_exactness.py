@@ -151,6 +151,7 @@ DRTS = st.fixed_dictionaries(
         "landmarks_as_keys": st.booleans(),
         "memory_kv": st.sampled_from(["shared", "group", "layer"]),
         "memory_values": st.sampled_from(["same", "next"]),
+        "retrieval_query": st.sampled_from(["landmark", "chunk"]),
         **SINKS,
     }
 ).map(fitting)

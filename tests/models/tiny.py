@@ -97,6 +97,7 @@ def variant_name(options: dict[str, Any]) -> str:
     on += ["mean"] * (options.get("chunk_summary") == "mean")
     on += [f"recency-{options.get('retrieval_recency')}"] * ("retrieval_recency" in options)
     on += [f"kv-per-{options.get('memory_kv')}"] * ("memory_kv" in options)
+    on += ["asks-as-chunk"] * (options.get("retrieval_query") == "chunk")
     on += ["next"] * (options.get("memory_values") == "next")
     return "-".join([f"{options['groups']}", options["window_position"], *on])
 
@@ -107,7 +108,7 @@ VARIANTS += [
     _variant(1, 0, 1, 0, 1, 1) | {"landmarks_as_keys": False, "num_sinks": 3},
     _variant(1, 1, 1, 1, 1, 0) | {"num_sinks": 6},
     _variant(2, 1, 1, 1, 1, 0) | {"memory_kv": "group", "memory_values": "next"},
-    _variant(2, 0, 0, 1, 1, 0) | {"memory_kv": "layer"},
+    _variant(2, 0, 0, 1, 1, 0) | {"memory_kv": "layer", "retrieval_query": "chunk"},
     _variant(2, 1, 1, 1, 1, 0) | {"virtual_key": "window", "landmarks_as_keys": False, "num_sinks": 2},
     _variant(1, 1, 0, 1, 1, 1) | {"virtual_key": "window", "memory_kv": "layer"},
     _variant(2, 1, 1, 1, 0, 1) | {"retrieval_recency": 1.5, "chunk_summary": "mean"},

@@ -118,11 +118,14 @@ def models(draw: st.DrawFn, task: str, context: int) -> dict[str, Any]:
             residual_gca=st.booleans(),
             memory_values=st.sampled_from(["same", "next"]),
             gca_start=st.sampled_from(["drawn", "lookup"]),
+            retrieval_query=st.sampled_from(["landmark", "chunk"]),
         )
         if draw(st.booleans()):
             fields["retriever"] = draw(st.sampled_from(["random", "encoder"]))
         if fields.get("retriever") == "encoder":
             fields |= {"embedder": "hash:8", "encoder_weights": draw(st.sampled_from(["learned", "encoder"]))}
+        if fields.get("encoder_weights") == "encoder" or not fields.get("retrieval_projections", True):
+            fields.pop("retrieval_query", None)
     elif architecture == "rpt":
         fields |= {
             "sliding_window": draw(st.sampled_from([1, 2, 9, 33, 500])),

@@ -134,19 +134,23 @@ class MemoryCandidates:
 
         return select_in_each(self.memory, self.size, self.limits, shape, query, search)
 
-    def select_nearest(self, begin: int, size: int, num_retrieved: int, scale: float) -> ChunkSelection:
-        """By vectors that lie in the memory: keys [d] from ``begin`` on in a landmark vector, then queries [d]."""
-        middle, end = begin + size, begin + 2 * size
+    def own(self, part: slice) -> Tensor:
+        """That part of the landmark vectors of the chunks that close, [B, C, d]."""
 
         def vectors(rows: Rows, memory: ChunkMemory) -> tuple[Tensor]:
             count = int(self.size.chunks[rows].max())
             numbers = torch.from_numpy(self.asking[rows].clip(max=count - 1)).to(self.device)
-            parts = [x[:, :, None, middle:end] for x in memory.blocks(count, len(numbers))]
+            parts = [x[:, :, None, part] for x in memory.blocks(count, len(numbers))]
             return (gather(parts, numbers[:, :, None, None], parts[0].dtype)[:, :, 0, 0],)
 
         found = in_all_rows(self.memory.parts(self.size.chunks > 0), vectors, len(self.asking), (0,))
         assert found is not None, "a chunk that closes is in memory"
-        return self.select(found[0], slice(begin, middle), num_retrieved, scale)
+        return found[0]
+
+    def select_nearest(self, begin: int, size: int, num_retrieved: int, scale: float) -> ChunkSelection:
+        """By vectors that lie in the memory: keys [d] from ``begin`` on in a landmark vector, then queries [d]."""
+        middle, end = begin + size, begin + 2 * size
+        return self.select(self.own(slice(middle, end)), slice(begin, middle), num_retrieved, scale)
 
 
 def in_all_rows(

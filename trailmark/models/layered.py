@@ -127,7 +127,7 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
         """The memory's chunks for positions x [B, P, E], whose first chunk has the number ``first_chunk`` [B]."""
         return None
 
-    def _query(self, group: int, x: Tensor, grid: Grid) -> Tensor | None:
+    def _query(self, group: int, x: Tensor, grid: Grid, chunks: Chunks) -> Tensor | None:
         """What the landmarks among positions x [B, P, E] ask with, [B, C, E]; where tokens select, all of them."""
         return None
 
@@ -217,7 +217,7 @@ class LayeredForCausalLM(TrailmarkForCausalLM):
             group, position = divmod(number, per_group)
             if position == 0:
                 if chunks is not None:
-                    query = self._query(group, x, grid) if chunks.asks else None
+                    query = self._query(group, x, grid, chunks) if chunks.asks else None
                     selections.append(chunks.select(group, query))
                     reading = chunks.reading(group, selections[group])
                 x = self._begin_group(group, x, reading)

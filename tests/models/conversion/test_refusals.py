@@ -146,6 +146,11 @@ def test_an_index_that_leads_out_of_the_folder(base: Path) -> None:
         ("drt", "num_retrieval_groups=3", "num_retrieval_groups: expected a divisor of the 2 upper layers"),
         ("drt", "num_lower_layers=4", "num_lower_layers: expected 0 to 3"),
         ("drt", "memory_values=next", "memory_values: expected 'same' with virtual_key 'window'"),
+        (
+            "drt",
+            "retrieval_query=chunk",
+            "retrieval_query: expected 'landmark', as a conversion says how each part begins",
+        ),
         ("drt", "gca_start=lookup", "gca_start: expected 'drawn' with virtual_key 'window'"),
         ("hsa", "num_memory_heads=1", "num_memory_heads: expected 2, as many as this llama"),
         ("hsa", "chunk_summary=landmark", "chunk_summary: expected 'mean', got 'landmark'"),

@@ -314,6 +314,32 @@ def test_a_lookup_and_what_came_next_need_queries_and_chunks_of_their_own() -> N
         drt_config(chunk_size=1, memory_values="next")
 
 
+def test_a_chunk_that_asks_first_finds_what_its_own_landmark_vector_is_like() -> None:
+    """Before training scores are those of landmark vectors among each other, whatever the group knows."""
+    torch.manual_seed(0)
+    model = (
+        DRTForCausalLM(drt_config(2, retrieval_query="chunk", retrieval_normalization=True)).double().eval()
+    )
+    ids = tokens(LENGTH, batch=2)
+    own = model.encode_chunks(ids, lay_out(LENGTH, S)).landmarks
+    asked = layers.rms_normalize(own, model.config.rms_norm_eps)
+    wanted = asked @ own.mT * model.config.hidden_size**-0.5
+    with torch.no_grad():
+        scores = model(ids, output_retrieval_scores=True).retrieval_scores.scores
+    for group in scores:
+        candidates = group > -torch.inf
+        assert candidates.any()
+        torch.testing.assert_close(group[candidates], wanted[candidates])
+
+
+def test_a_chunk_that_asks_needs_scores_of_the_model_s_own() -> None:
+    for fields in ({"retrieval_projections": False}, {"retriever": "encoder", "encoder_weights": "encoder"}):
+        with pytest.raises(
+            ValueError, match="retrieval_query: expected 'landmark' with encoder_weights 'encoder'"
+        ):
+            drt_config(retrieval_query="chunk", **fields)
+
+
 def test_an_encoder_that_keeps_no_keys_keeps_no_values() -> None:
     model = drt(memory_values="next")
     positions = torch.randn(1, 3 * (S + 1), model.config.hidden_size, dtype=torch.float64)

@@ -146,11 +146,11 @@ def _groups(upper: int) -> int:
 def _drt_parts(base: Base, config: DRTConfig) -> Parts:
     lower, width, window = config.num_lower_layers, config.hidden_size, config.sliding_window
     assert window is not None
-    if config.gca_start != "drawn":
-        raise ValueError(
-            f"gca_start: expected 'drawn', as a conversion says how each part begins, got {config.gca_start!r}. Leave "
-            "it out."
-        )
+    for name, alone in (("gca_start", "drawn"), ("retrieval_query", "landmark")):
+        if (came := getattr(config, name)) != alone:
+            raise ValueError(
+                f"{name}: expected {alone!r}, as a conversion says how each part begins, got {came!r}. Leave it out."
+            )
     parts = p.outside_layers(base)
     for number in range(lower):
         parts |= p.layer(base, number, f"lower_layers.{number}")

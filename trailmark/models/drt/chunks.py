@@ -78,6 +78,11 @@ class DRTChunks(Chunks):
             return self._score(query, self._draw(group, seed, len(query)), None)
         return self._score(query, None, seed if self.config.retrieval_noise else None)
 
+    @property
+    @abstractmethod
+    def own(self) -> Tensor:
+        """The learned landmark vectors of the chunks that ask, [B, C, E]."""
+
     @abstractmethod
     def _score(self, query: Tensor, indices: Tensor | None, noise_seed: Tensor | None) -> ChunkSelection:
         """What queries [B, C, E] score best, or chunks [B, C, K] weighed by their scores."""
@@ -126,7 +131,7 @@ class TextChunks(DRTChunks):
             tokens, begins = parallel.size * own * config.chunk_size, parallel.rank * own
             whole = lay_out(tokens, config.chunk_size, counts_landmarks=grid.counts_landmarks)
             entries = entries.each(parallel.gathered)
-        self.entries = entries
+        self.entries, self._begins = entries, begins
         self.candidates = TextCandidates(whole, config.first_visible, reference, device, begins, own)
         self._queries: list[Tensor] = []
 
@@ -138,6 +143,10 @@ class TextChunks(DRTChunks):
             return found
         given = self.vectors.indices.to(found.indices.device)
         return self._score(query, _with_given(found, given), None)
+
+    @property
+    def own(self) -> Tensor:
+        return self.entries.landmarks[:, self._begins : self._begins + self.candidates.asking]
 
     def scores(self) -> tuple[Tensor, ...]:
         keys = self.entries.landmarks
@@ -197,6 +206,10 @@ class MemoryChunks(DRTChunks):
 
     def select(self, group: int, query: Tensor | None) -> ChunkSelection:
         return super().select(group, query) if self.asks else self._nothing
+
+    @property
+    def own(self) -> Tensor:
+        return self.candidates.own(slice(0, self.config.hidden_size))
 
     def _score(self, query: Tensor, indices: Tensor | None, noise_seed: Tensor | None) -> ChunkSelection:
         assert noise_seed is None  # in training there is no memory

@@ -40,6 +40,9 @@ class DRTConfig(LayeredConfig):
             window's, asked by the same queries as if they stood where the window ends. What is both in the window and
             in a chunk that is read counts twice: see ``exclude_visible_chunks``.
         retrieval_projections: W_h per group and W_l (Eq. 1); False: none, as in the published code.
+        retrieval_query: what a group asks with. "landmark": what its layers know at the landmark (W_h), as published.
+            "chunk" (ours): the chunk's own landmark vector too (W_c, beginning as the identity, where W_h begins as 0),
+            so that before training, and among more chunks than it saw in training, a chunk finds what is like itself.
         retrieval_normalization: RMS-normalise both sides of the score after the projections.
         retrieval_scale: factor on the score, besides E ** -0.5.
         retrieval_recency: at least 0; what a score loses with the logarithm of a chunk's age, 1 for the last chunk that
@@ -67,7 +70,7 @@ class DRTConfig(LayeredConfig):
     })  # fmt: skip
     newer = TrailmarkConfig.newer | {
         "chunk_summary", "gca_implementation", "gca_start", "landmarks_as_keys", "memory_kv", "memory_values",
-        "retrieval_recency", "virtual_key",
+        "retrieval_query", "retrieval_recency", "virtual_key",
     }  # fmt: skip
 
     chunk_size: int = 63
@@ -82,6 +85,7 @@ class DRTConfig(LayeredConfig):
     softmax_off_by_one: bool = True
     virtual_key: Literal["zero", "window"] = "zero"
     retrieval_projections: bool = True
+    retrieval_query: Literal["landmark", "chunk"] = "landmark"
     retrieval_normalization: bool = False
     retrieval_scale: float | int = 1.0
     retrieval_recency: float | int = 0.0
@@ -159,6 +163,12 @@ class DRTConfig(LayeredConfig):
             "retrieval_recency",
             recency,
             "0 with encoder_weights 'encoder', whose scores are the encoder's",
+        )
+        expect(
+            self.retrieval_query == "landmark" or (self.scores_chunks and self.retrieval_projections),
+            "retrieval_query",
+            self.retrieval_query,
+            "'landmark' with encoder_weights 'encoder' or retrieval_projections false, which have no projections",
         )
         expect(
             self.softmax_off_by_one or self.virtual_key == "zero",

@@ -91,17 +91,24 @@ class ChunkEncoder(nn.Module):
 
 
 class Retriever(nn.Module):
-    """One group's query: W_h RMSNorm_g(h) at the landmarks, scored against the landmark vectors."""
+    """One group's query: W_h RMSNorm_g(h) at the landmarks, scored against the landmark vectors.
+
+    With ``retrieval_query`` "chunk" W_c l more, of the asking chunk's own landmark vector l.
+    """
 
     def __init__(self, config: DRTConfig) -> None:
         super().__init__()
         self.config = config
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.q_proj = _retrieval_projection(config)
+        if config.retrieval_query == "chunk":
+            self.chunk_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """The queries [B, C, E] of landmarks hidden [B, C, E]."""
+    def forward(self, hidden: Tensor, own: Tensor | None = None) -> Tensor:
+        """The queries [B, C, E] of landmarks hidden [B, C, E], whose chunks have the landmark vectors ``own``."""
         query = self.q_proj(self.norm(hidden))
+        if own is not None:
+            query = query + self.chunk_proj(own.to(hidden.dtype))  # a memory may keep another type
         return (
             rms_normalize(query, self.config.rms_norm_eps) if self.config.retrieval_normalization else query
         )
@@ -237,7 +244,10 @@ class DRTForCausalLM(RetrievingForCausalLM):
             retriever: Any
             for retriever in self.retrievers:
                 # both sides start in one space: a chunk first finds what looks like itself
-                if self.config.retrieval_normalization and self.config.retrieval_projections:
+                if self.config.retrieval_query == "chunk":
+                    init.eye_(retriever.chunk_proj.weight)
+                    init.zeros_(retriever.q_proj.weight)
+                elif self.config.retrieval_normalization and self.config.retrieval_projections:
                     init.copy_(retriever.q_proj.weight, self.encoder.landmark_proj.weight)
             if self.config.gca_start == "lookup":
                 self._start_as_lookup()
@@ -313,10 +323,11 @@ class DRTForCausalLM(RetrievingForCausalLM):
         lengths = torch.zeros(B, 0, dtype=torch.int64, device=x.device)
         return MemoryEntries(kv, kv, x.new_zeros(B, 0, self.config.hidden_size), lengths)
 
-    def _query(self, group: int, x: Tensor, grid: Grid) -> Tensor | None:
+    def _query(self, group: int, x: Tensor, grid: Grid, chunks: Any) -> Tensor | None:
         if not self.config.scores_chunks:
             return None
-        query: Tensor = self.retrievers[group](grid.landmarks(x))
+        own = chunks.own if self.config.retrieval_query == "chunk" else None
+        query: Tensor = self.retrievers[group](grid.landmarks(x), own)
         return query
 
     def _of_layer(self, reading: tuple[Any, ...], number: int) -> tuple[Any, ...]:
@@ -381,7 +392,8 @@ class DRTForCausalLM(RetrievingForCausalLM):
             return None
         layers: list[Any] = list(self.upper_layers)
         closing, encoder, config = [layer.gca_o_proj for layer in layers], self.encoder, self.config
-        learned = [*self.retrievers] if config.ranks_all_chunks and config.retrieval_projections else []
+        asks = config.ranks_all_chunks and config.retrieval_projections and config.retrieval_query == "landmark"
+        learned = [*self.retrievers] if asks else []
         return FittedMemory(
             encoder,
             encoder.kv_proj,

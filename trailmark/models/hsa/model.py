@@ -228,7 +228,7 @@ class HSAForCausalLM(RetrievingForCausalLM):
         retrievers: Any = self.retrievers
         return [retriever.decay for retriever in retrievers]
 
-    def _query(self, group: int, x: Tensor, grid: Grid) -> Tensor:
+    def _query(self, group: int, x: Tensor, grid: Grid, chunks: Chunks) -> Tensor:
         query: Tensor = self.retrievers[group](x)
         return query
 
