@@ -76,7 +76,7 @@ class MemoryFit:
             if not self.retrievers:
                 raise ValueError(
                     "distil.fit_retriever: expected teacher or nothing for a model whose scores are not learned, got "
-                    "text. Take a DRT with retriever causal and retrieval_projections."
+                    "text. Take a DRT with retriever causal, retrieval_projections and retrieval_query landmark."
                 )
             self.next_chunk = NextChunk(self.memory.summaries, [own.q_proj for own in self.retrievers])
         if self.memory.reads:

@@ -332,6 +332,18 @@ def test_a_chunk_that_asks_first_finds_what_its_own_landmark_vector_is_like() ->
         torch.testing.assert_close(group[candidates], wanted[candidates])
 
 
+@pytest.mark.parametrize(
+    "options", [("device", torch.bfloat16), ("host", torch.int8), ("tokens", torch.float16)], ids=str
+)
+def test_a_chunk_asks_with_what_a_memory_keeps_in_another_type(options: tuple[str, torch.dtype]) -> None:
+    """Of another type than the projection that it asks through."""
+    model, ids = drt(2, retrieval_query="chunk").float(), tokens(LENGTH)
+    tier, dtype = options
+    found = logits_of(model, ids, past_key_values=model.new_cache(tier, memory_dtype=dtype))
+    assert found.dtype == torch.float32
+    assert found.isfinite().all()
+
+
 def test_a_chunk_that_asks_needs_scores_of_the_model_s_own() -> None:
     for fields in ({"retrieval_projections": False}, {"retriever": "encoder", "encoder_weights": "encoder"}):
         with pytest.raises(

@@ -392,7 +392,9 @@ class DRTForCausalLM(RetrievingForCausalLM):
             return None
         layers: list[Any] = list(self.upper_layers)
         closing, encoder, config = [layer.gca_o_proj for layer in layers], self.encoder, self.config
-        asks = config.ranks_all_chunks and config.retrieval_projections and config.retrieval_query == "landmark"
+        asks = (
+            config.ranks_all_chunks and config.retrieval_projections and config.retrieval_query == "landmark"
+        )
         learned = [*self.retrievers] if asks else []
         return FittedMemory(
             encoder,
