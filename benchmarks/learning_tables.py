@@ -465,14 +465,20 @@ def from_nothing_text() -> str:
     )
 
 
+def _small_losses() -> dict[str, Row]:
+    """By kind of text, what small models from nothing lose, where they were measured."""
+    known = record("learning_small")
+    names = {"LaTeX": "losses", "Python": "losses, Python", "books": "losses, books"}
+    return {kind: known[name] for kind, name in names.items() if name in known}
+
+
 def small_text() -> str:
     """What small models that learned from nothing lose, beside each other."""
-    known = record("learning_small").get("losses")
-    if known is None:
-        return ""
-    found = known["results"]
+    return "\n\n".join(_small_of(kind, known) for kind, known in _small_losses().items())
 
-    blocks = []
+
+def _small_of(kind: str, known: Row) -> str:
+    found, blocks = known["results"], []
     for most in sorted({row["of"] for row in found["rows"]}):
         rows = [
             row | {"model": _SMALL[row["case"]]}
@@ -498,9 +504,9 @@ def small_text() -> str:
         for name, own in found["models"].items()
     ]
     return on_machine(
-        f"The last {found['counted']:,} tokens of held-out stretches, after more and more of their text, in nats, with "
-        f"95% intervals over stretches; trained for {found['steps']:,} steps, {found['tokens']:,} tokens.\n\n"
-        + "\n\n".join([*blocks, table(sizes, models)]),
+        f"{kind}: the last {found['counted']:,} tokens of held-out stretches, after more and more of their text, in "
+        f"nats, with 95% intervals over stretches; trained for {found['steps']:,} steps, {found['tokens']:,} tokens."
+        "\n\n" + "\n\n".join([*blocks, table(sizes, models)]),
         known["environment"],
     )
 
@@ -519,10 +525,11 @@ def summary_text() -> str:
         "seeds": "{seeds}",
     }
     return (
-        "**Real text**: trained from nothing on LaTeX, a small DRT that begins as a lookup costs less at its training "
-        "length than as many parameters in layers, and its own chunks serve it better than random ones; at 16 times "
-        "that length it is level with layers. In SmolLM2-135M, its memory fitted to its own layers first, that loss "
-        "alone teaches which chunks to read on LaTeX; on Python its choice is no better than before, and whether its "
+        "**Real text**: trained from nothing on LaTeX, a small DRT that begins as a lookup and reads near chunks first "
+        "costs less at its training length than as many parameters in layers; its own chunks serve it better than "
+        "random ones and than BM25's, at 16 times that length too, where the texts are too few to tell it from layers. "
+        "In SmolLM2-135M, its memory fitted to its own layers first, that loss alone teaches which chunks to read on "
+        "LaTeX; on Python its choice is no better than before, and whether its "
         "memory gives more than layers in its place is open. On held-out texts, with 95% intervals over them; two "
         "numbers are one for each seed, others the mean of all "
         "([docs/learning-to-retrieve.md](docs/learning-to-retrieve.md)):\n\n"
@@ -534,21 +541,30 @@ _RETRIEVER, _ADDITIONS = "its retriever", "all that a DRT adds"
 
 
 def _from_nothing() -> Iterator[Row]:
-    """The small model that begins as a lookup, at the length of its training."""
-    found = record("learning_small")["losses"]["results"]
-    row = next(row for row in found["rows"] if row["case"] == "lookup" and row["factor"] == 1)
-    told = {
-        "learns": f"all of a small DRT, from nothing, in {found['tokens'] / 1e6:.1f} million tokens",
-        "gain": "loss (nats a token)",
-        "seeds": len(found["models"]["lookup"]["seeds"]),
-    }
-    for other, than in {
-        "window, layers": "as many parameters in layers, one seed",
-        "lookup, random": "the same, trained and read with random chunks, one seed",
-        "told random": "random chunks in the place of its own",
-        "DRT": "the DRT as published, one seed",
-    }.items():
-        yield told | {"than": than, "LaTeX": between(f"below {other}").format(**row)}
+    """The small model that begins as a lookup and reads near chunks first, as long as in training and longer."""
+    known, own = _small_losses(), "lookup, near"
+    found = {kind: part["results"] for kind, part in known.items() if own in part["results"]["models"]}
+    for factor, where in ((1, "at its training length"), (16, "at 16 times that")):
+        rows = {
+            kind: next(row for row in of["rows"] if row["case"] == own and row["factor"] == factor)
+            for kind, of in found.items()
+        }
+        for other, than in {
+            "window, layers": "as many parameters in layers",
+            "lookup, random": "one trained and read with random chunks",
+            "told random": "random chunks in the place of its own",
+            "told BM25": "BM25's chunks in the place of its own",
+        }.items():
+            yield {
+                "learns": f"all of a small DRT, from nothing, in {found['LaTeX']['tokens'] / 1e6:.1f} million tokens",
+                "gain": f"loss {where} (nats a token)",
+                "seeds": len(found["LaTeX"]["models"][own]["seeds"]),
+                "than": than,
+            } | {
+                kind: between(f"below {other}").format(**row)
+                for kind, row in rows.items()
+                if f"below {other}" in row
+            }
 
 
 def _of_choices() -> Iterator[Row]:
